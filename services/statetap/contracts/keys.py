@@ -1,0 +1,88 @@
+"""Names of everything in Redis. Redis holds references, leases and totals, never tensors, token ids or the only copy of a truth."""
+
+from __future__ import annotations
+
+from . import SCHEMA_VERSION
+
+LEASE_TTL_S = 10.0  # of a batch; refreshed by a thread of the horse
+LEASE_REFRESH_S = 2.0
+ENGINE_TTL_S = 15.0
+INGEST_QUEUE = "statetap:ingest"
+BATCH_TASK = "statetap.worker.task.run_batch"
+INGEST_TASK = "statetap.datasets.task.run_ingest"
+
+
+def queue(profile_id: str) -> str:
+    """RQ queue of a profile: a worker of another schema version never sees it."""
+    return f"statetap:v{SCHEMA_VERSION}:{profile_id}"
+
+
+def engine(profile_id: str, worker_id: str) -> str:
+    """JSON EngineInfo of the engine beside this worker, with ENGINE_TTL_S."""
+    return f"statetap:engine:{profile_id}:{worker_id}"
+
+
+ENGINES_PATTERN = "statetap:engine:*"
+
+
+def lease(job_id: str, batch: int) -> str:
+    """Holder (attempt's lease id) of a batch, with LEASE_TTL_S."""
+    return f"statetap:lease:{job_id}:{batch}"
+
+
+def outstanding(profile_id: str) -> str:
+    """Hash ``job:batch`` -> JSON {attempt, rq_id, enqueued_at, started}: batches given out and not handed back.
+
+    The reconciler adds a field when it enqueues; the horse sets ``started`` when it has the lease and deletes the field when it ends.
+    """
+    return f"statetap:outstanding:{profile_id}"
+
+
+def attempts(job_id: str) -> str:
+    """Hash batch -> number of attempts so far."""
+    return f"statetap:attempts:{job_id}"
+
+
+def claim(job_id: str, batch: int, attempt: int) -> str:
+    """SET NX by the reconciler that enqueues this attempt, so that two loops enqueue it once."""
+    return f"statetap:claim:{job_id}:{batch}:{attempt}"
+
+
+def totals(job_id: str) -> str:
+    """Hash batch -> JSON BatchTotals."""
+    return f"statetap:totals:{job_id}"
+
+
+def control(job_id: str) -> str:
+    """String Control: a copy of control.json for the horses."""
+    return f"statetap:control:{job_id}"
+
+
+def inflight(job_id: str, batch: int) -> str:
+    """Set of rows sent and not answered: what a lost horse leaves behind names the suspects."""
+    return f"statetap:inflight:{job_id}:{batch}"
+
+
+def suspects(job_id: str, batch: int) -> str:
+    """Set of rows that were in flight at a loss and have to run alone."""
+    return f"statetap:suspects:{job_id}:{batch}"
+
+
+def losses(job_id: str) -> str:
+    """Hash row -> losses at which it was *alone* in flight."""
+    return f"statetap:losses:{job_id}"
+
+
+def pause(job_id: str) -> str:
+    """JSON {reason, message, at}, with a TTL: a horse met low_disk or engine_down and handed its batch back."""
+    return f"statetap:pause:{job_id}"
+
+
+def dataset(dataset_id: str) -> str:
+    """JSON DatasetStatus: progress of an ingestion, with a TTL."""
+    return f"statetap:dataset:{dataset_id}"
+
+
+def rq_id(job_id: str, batch: int, attempt: int) -> str:
+    """RQ's job id: letters, digits, - and _ only (RQ 2.12 refuses others)."""
+    return f"{job_id}-{batch}-{attempt}"

@@ -1,0 +1,213 @@
+"""Records that pass between services, and the states that datasets, jobs and rows have.
+
+All are frozen, keyword-only and turn into plain JSON. ``rows`` are positions in the user's source (0-based, empty lines not
+counted); all ranges are half-open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from . import SCHEMA_VERSION
+from .profile import CaptureProfile
+
+
+class DatasetState(StrEnum):
+    INGESTING = "ingesting"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    COMPLETED = "completed"
+    COMPLETED_WITH_ERRORS = "completed_with_errors"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.CANCELLED, JobState.FAILED)
+
+
+class PauseReason(StrEnum):
+    """Why a job is paused. ``user`` is ended by resume, the others also by themselves when the cause is gone."""
+
+    USER = "user"
+    LOW_DISK = "low_disk"
+    ENGINE_DOWN = "engine_down"
+    NO_ENGINE = "no_engine"
+    CIRCUIT_OPEN = "circuit_open"
+
+
+class RowState(StrEnum):
+    """Terminal states of a row. A row without a record is open."""
+
+    DONE = "done"
+    FAILED = "failed"  # attempted, and given up
+    SKIPPED = "skipped"  # never sent: the row itself does not allow it
+
+
+class Control(StrEnum):
+    """What a person wants of a job; horses read it each second."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Base: to and from plain JSON. Unknown keys are ignored, so that a newer writer can add some."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in data.items() if k in known})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec(Record):
+    """What a dataset is made from. ``path`` is the source file; ``tokenizer`` a model folder or hub id ("" for tokenised rows)."""
+
+    dataset_id: str
+    name: str
+    path: str
+    format: str = "auto"  # auto | messages | sharegpt | tokenized
+    tokenizer: str = ""
+    trust_remote_code: bool = False
+    max_length: int = 0  # 0: none; longer rows are truncated at ingestion only when truncate is set, otherwise rejected
+    truncate: bool = False
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStatus(Record):
+    """``report.json`` when ingestion ended; the same record with state ``ingesting`` is its progress."""
+
+    dataset_id: str
+    state: str
+    rows: int = 0  # source rows seen, good or bad
+    accepted: int = 0  # rows that a job would prefill
+    rejected: int = 0  # rows with an error code; they become ``skipped`` in a job
+    tokens: int = 0
+    supervised_tokens: int = 0
+    max_tokens: int = 0
+    bytes_read: int = 0
+    bytes_total: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # code -> rows
+    examples: list[dict[str, Any]] = field(default_factory=list)  # the first bad rows: row, line, code, message
+    content_hash: str = ""  # xxh3-128 over ids and masks of all rows, in order
+    error: dict[str, str] | None = None  # code, message when state is failed
+    updated_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(Record):
+    """``job.json``: never changes after it was written; resume refuses on a difference."""
+
+    job_id: str
+    dataset_id: str
+    content_hash: str
+    profile: dict[str, Any]  # CaptureProfile.to_dict()
+    rows: int
+    tokens: int
+    bytes: int  # exact bytes of the files if every accepted row is done
+    batches: int
+    name: str = ""
+    priority: int = 0
+    max_failed: int = 0
+    created_at: float = 0.0
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def capture_profile(self) -> CaptureProfile:
+        return CaptureProfile.from_dict(self.profile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobControl(Record):
+    """``control.json``: the part of a job that a person or the reconciler changes; replaced atomically."""
+
+    control: str = Control.RUN.value
+    state: str = JobState.QUEUED.value
+    reason: str = ""  # a PauseReason, or an error code when failed
+    message: str = ""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    updated_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Record):
+    """Rows [start, stop) of a job. ``tokens`` counts accepted rows only."""
+
+    batch: int
+    start: int
+    stop: int
+    tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRecord(Record):
+    """One ledger line. ``xxh3`` is xxh3-64 of the whole file, ``path`` is relative to the job folder."""
+
+    row: int
+    state: str
+    generation: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    path: str = ""
+    xxh3: str = ""
+    code: str = ""
+    message: str = ""
+    at: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The highest wins. Within a generation a file that is there beats a failure that another worker saw."""
+        return self.generation, {"skipped": 0, "failed": 1, "done": 2}[self.state]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTotals(Record):
+    """Absolute totals of one batch, published after the ledger's fsync. Never increments: publishing twice does no harm."""
+
+    batch: int
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+    tokens: int = 0  # of done rows
+    bytes: int = 0  # of committed files
+    errors: dict[str, int] = field(default_factory=dict)  # code -> rows, failed and skipped
+
+    @property
+    def rows(self) -> int:
+        return self.done + self.failed + self.skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo(Record):
+    """What the worker beside an engine registers, with a TTL."""
+
+    engine_id: str
+    url: str
+    profile_id: str
+    profile: dict[str, Any]
+    workers: int = 1
+    worker_ids: list[str] = field(default_factory=list)
+    tap_bytes: int = 0
+    healthy: bool = True
+    self_check: dict[str, Any] = field(default_factory=dict)
+    registered_at: float = 0.0

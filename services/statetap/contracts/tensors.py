@@ -1,0 +1,134 @@
+"""Headers of tap files and native sample files, both plain safetensors, and the names and order of their tensors.
+
+Invariant: the header fills exactly one 4 KiB block and the states come first, so the payload of a tap file is the payload of
+the sample file byte for byte, at the same offset, and can be written with O_DIRECT from the tap's mapping.
+Format: https://github.com/huggingface/safetensors (8-byte little-endian length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ErrorCode, StatetapError
+from .profile import ITEM_SIZES, CaptureProfile
+
+BLOCK = 4096
+
+AUX = "aux_hidden_states"  # [T, K*H], boundaries side by side in the profile's order
+FINAL_PRE = "final_hidden_states_prenorm"  # [T, H], boundary L
+FINAL_POST = "final_hidden_states"  # [T, H], after the final norm
+INPUT_IDS = "input_ids"  # [T] int32
+LOSS_MASK = "loss_mask"  # [T] uint8, sample files only
+
+_EXTRA_SIZES = {"I32": 4, "U8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One tensor of a file: ``start`` and ``stop`` are byte offsets in the *file*."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """A parsed or planned header. ``size`` is the size of the whole file."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    data_start: int
+    size: int
+
+    def encode(self) -> bytes:
+        """The header's bytes, padded with spaces to ``data_start``."""
+        body: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
+        for t in self.tensors.values():
+            body[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start - self.data_start, t.stop - self.data_start]}
+        text = json.dumps(body, separators=(",", ":")).encode()
+        room = self.data_start - 8 - len(text)
+        if room < 0:
+            raise StatetapError(ErrorCode.INTERNAL, f"a header of {len(text)} bytes does not fit into {self.data_start}")
+        return (self.data_start - 8).to_bytes(8, "little") + text + b" " * room
+
+
+def state_planes(profile: CaptureProfile) -> list[tuple[str, int]]:
+    """(tensor name, columns in units of H) of the states, in file order."""
+    planes = [(AUX, len(profile.boundaries))]
+    if profile.final in ("pre", "both"):
+        planes.append((FINAL_PRE, 1))
+    if profile.final in ("post", "both"):
+        planes.append((FINAL_POST, 1))
+    return planes
+
+
+def _header(profile: CaptureProfile, num_tokens: int, extra: list[tuple[str, str]], metadata: dict[str, str]) -> Header:
+    at, tensors = BLOCK, {}
+    for name, width in state_planes(profile):
+        size = num_tokens * width * profile.hidden * ITEM_SIZES[profile.dtype]
+        tensors[name] = Tensor(name=name, dtype=profile.dtype, shape=(num_tokens, width * profile.hidden), start=at, stop=at + size)
+        at += size
+    for name, dtype in extra:
+        size = num_tokens * _EXTRA_SIZES[dtype]
+        tensors[name] = Tensor(name=name, dtype=dtype, shape=(num_tokens,), start=at, stop=at + size)
+        at += size
+    return Header(tensors=tensors, metadata=metadata, data_start=BLOCK, size=at)
+
+
+def tap_header(profile: CaptureProfile, num_tokens: int) -> Header:
+    """Header of ``tap/<lease>/<rid>.safetensors``: the states and the ids that the engine really ran."""
+    return _header(profile, num_tokens, [(INPUT_IDS, "I32")], {"profile": profile.profile_id, "protocol": str(profile.protocol)})
+
+
+def sample_header(profile: CaptureProfile, num_tokens: int, *, row: int, source_id: str, ids_xxh3: str, schema_version: int) -> Header:
+    """Header of a native sample file ``data_<row>.safetensors``."""
+    metadata = {
+        "row": str(row),
+        # Bounded, so that a user's long id cannot push the header out of its block; the whole one stands in manifest.parquet.
+        "source_id": source_id.encode("ascii", "backslashreplace").decode()[:512],
+        "boundaries": ",".join(map(str, profile.boundaries)),
+        "final": profile.final,
+        "profile": profile.profile_id,
+        "ids_xxh3": ids_xxh3,
+        "schema_version": str(schema_version),
+    }
+    return _header(profile, num_tokens, [(INPUT_IDS, "I32"), (LOSS_MASK, "U8")], metadata)
+
+
+def tap_bytes(profile: CaptureProfile, num_tokens: int) -> int:
+    """Bytes that a row takes in the tap, rounded up to pages: what a worker reserves."""
+    return -(-tap_header(profile, num_tokens).size // BLOCK) * BLOCK
+
+
+def sample_bytes(profile: CaptureProfile, num_tokens: int) -> int:
+    """Bytes of a sample file."""
+    return BLOCK + num_tokens * (profile.bytes_per_token + 5)
+
+
+def parse_header(head: bytes) -> Header:
+    """Parse a header from the first bytes of a file (8 + length of it must be there).
+
+    Raises:
+        StatetapError: ``shape_mismatch`` when this is not a safetensors header.
+    """
+    try:
+        length = int.from_bytes(head[:8], "little")
+        if len(head) < 8 or not 2 <= length <= len(head) - 8:
+            raise ValueError(f"length {length} in {len(head)} bytes")
+        body = json.loads(head[8 : 8 + length])
+        metadata = body.pop("__metadata__", {})
+        base = 8 + length
+        tensors = {
+            name: Tensor(
+                name=name, dtype=t["dtype"], shape=tuple(t["shape"]), start=base + t["data_offsets"][0], stop=base + t["data_offsets"][1]
+            )
+            for name, t in body.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise StatetapError(ErrorCode.SHAPE_MISMATCH, f"not a safetensors header: {e}") from e
+    return Header(tensors=tensors, metadata=metadata, data_start=base, size=max((t.stop for t in tensors.values()), default=base))

@@ -1,0 +1,1 @@
+"""FastAPI: datasets, jobs, engines, status; and the reconciler, the only one that enqueues batches."""

@@ -1,0 +1,1 @@
+"""Inside the GPU container: the SGLang plugin, its writer, the launcher and the CPU mode."""

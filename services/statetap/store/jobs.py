@@ -1,0 +1,56 @@
+"""A job's small files: job.json (never changes), control.json (what is wanted and where it stands), and listing jobs.
+
+Invariant: an acknowledged job has job.json and plan.parquet on disk; job.json is written last, so a folder without one was
+never acknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..contracts.errors import ErrorCode, RequestError, StoreError
+from ..contracts.layout import CONTROL, JOB, JOBS, PLAN
+from ..contracts.records import Batch, JobControl, JobSpec
+from .fs import create_file, make_dirs, read_json, replace_file, to_json
+from .plan import write_plan
+
+
+def create_job(store: Path, spec: JobSpec, batches: list[Batch]) -> Path:
+    """Write plan, control and job.json durably; the job's folder is returned.
+
+    Creating the same job again is no error. Raises StoreError: ``plan_mismatch`` where a different job has this id.
+    """
+    path = store / JOBS / spec.job_id
+    make_dirs(path)
+    write_plan(path, batches)
+    create_file(path / CONTROL, to_json(JobControl(updated_at=spec.created_at).to_dict()))
+    if not create_file(path / JOB, to_json(spec.to_dict())) and load_job(path) != spec:
+        raise StoreError(ErrorCode.PLAN_MISMATCH, f"job {spec.job_id} is there and differs from what was asked for")
+    return path
+
+
+def load_job(path: Path) -> JobSpec:
+    """Raises RequestError ``not_found`` where there is no such job."""
+    data = read_json(path / JOB)
+    if data is None:
+        raise RequestError(ErrorCode.NOT_FOUND, f"no job at {path.name}")
+    return JobSpec.from_dict(data)
+
+
+def load_control(path: Path) -> JobControl:
+    return JobControl.from_dict(read_json(path / CONTROL) or {})
+
+
+def save_control(path: Path, control: JobControl) -> None:
+    """Only the coordinator calls this: one writer."""
+    replace_file(path / CONTROL, to_json(control.to_dict()))
+
+
+def list_jobs(store: Path) -> list[str]:
+    """Ids of all acknowledged jobs, sorted."""
+    try:
+        names = os.listdir(store / JOBS)
+    except FileNotFoundError:
+        return []
+    return sorted(n for n in names if (store / JOBS / n / JOB).exists() and (store / JOBS / n / PLAN).exists())

@@ -1,0 +1,115 @@
+"""The ledger: what became of every row. One append-only JSONL segment for each attempt at a batch, one writer each.
+
+Invariant: a line is written only after the file that it names is durable under its final name; a torn last line (a crash in
+the write) is ignored. The record with the highest (generation, state) of a row is the truth; order and duplicates do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..contracts.layout import LEDGER, ledger_segment
+from ..contracts.records import BatchTotals, RowRecord
+from .fs import fsync_dir, make_dirs, store_error, write_all
+
+_DEFAULTS = {k: v for k, v in RowRecord(row=0, state="done").to_dict().items() if k not in ("row", "state")}
+
+
+def encode(record: RowRecord) -> bytes:
+    """One line; fields at their default are left out."""
+    data = {k: v for k, v in record.to_dict().items() if k in ("row", "state") or v != _DEFAULTS[k]}
+    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
+
+
+class LedgerWriter:
+    """Appends to one segment. Not thread-safe: the committer's flush is its only caller."""
+
+    def __init__(self, job_dir: Path, batch: int, attempt: str) -> None:
+        self._path = job_dir / ledger_segment(batch, attempt)
+        self._fd = -1
+
+    def append(self, records: Iterable[RowRecord]) -> None:
+        """Durable when it returns (one write, one fdatasync). Raises StoreError.
+
+        After a failed write the segment is cut back to its last whole line, so the next append cannot join two.
+        """
+        data = b"".join(map(encode, records))
+        if not data:
+            return
+        try:
+            if self._fd < 0:
+                make_dirs(self._path.parent)
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                fsync_dir(self._path.parent)
+            before = os.fstat(self._fd).st_size
+            try:
+                write_all(self._fd, data)
+                os.fdatasync(self._fd)
+            except OSError:
+                os.ftruncate(self._fd, before)
+                raise
+        except OSError as e:
+            raise store_error(e, f"append to {self._path.name}") from e
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_segment(path: Path) -> Iterator[RowRecord]:
+    """Records of one segment. A last line without its newline, or lines that do not parse, are not records."""
+    with open(path, "rb") as f:
+        for line in f:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                data: Any = json.loads(line)
+                record = RowRecord.from_dict(data)
+                record.rank  # noqa: B018  (an unknown state raises here)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+            yield record
+
+
+def segments_by_batch(job_dir: Path) -> dict[int, list[Path]]:
+    """All segments of a job, by batch: one listing of the ledger folder."""
+    found: dict[int, list[Path]] = {}
+    try:
+        names = sorted(os.listdir(job_dir / LEDGER))
+    except FileNotFoundError:
+        return found
+    for name in names:
+        batch, _, rest = name.partition(".")
+        if rest.endswith(".jsonl") and batch.isdigit():
+            found.setdefault(int(batch), []).append(job_dir / LEDGER / name)
+    return found
+
+
+def fold(segments: Iterable[Path]) -> dict[int, RowRecord]:
+    """Row -> its winning record, over the segments of one batch. Memory is that of one batch."""
+    best: dict[int, RowRecord] = {}
+    for path in segments:
+        for record in read_segment(path):
+            held = best.get(record.row)
+            if held is None or record.rank > held.rank:
+                best[record.row] = record
+    return best
+
+
+def totals_of(batch: int, records: Iterable[RowRecord]) -> BatchTotals:
+    """Absolute totals of a batch from its folded records."""
+    count = {"done": 0, "failed": 0, "skipped": 0}
+    tokens = size = 0
+    errors: dict[str, int] = {}
+    for r in records:
+        count[r.state] += 1
+        tokens += r.tokens if r.state == "done" else 0
+        size += r.bytes
+        if r.code:
+            errors[r.code] = errors.get(r.code, 0) + 1
+    return BatchTotals(batch=batch, tokens=tokens, bytes=size, errors=errors, **count)

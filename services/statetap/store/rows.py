@@ -1,0 +1,84 @@
+"""rows.arrow: the normalised token rows of a dataset, one row for every source row, bad ones included (with their code).
+
+Invariant: row r stands in record batch r // 64, so any row is reached without reading others, and nothing but the pages touched
+is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..contracts.errors import ErrorCode, StoreError
+from ..contracts.layout import ROWS_PER_RECORD_BATCH
+
+SCHEMA = pa.schema(
+    [
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("source_id", pa.string(), nullable=False),
+        pa.field("line", pa.int64(), nullable=False),  # 1-based line (JSONL) or element (JSON array) of the source
+        pa.field("error_code", pa.string(), nullable=False),  # "" for a good row
+        pa.field("error_message", pa.string(), nullable=False),
+    ],
+    metadata={"statetap_schema": "1"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row. ``input_ids`` [T] int32 and ``loss_mask`` [T] uint8 are views into the mapped file."""
+
+    row: int
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    source_id: str
+    line: int
+    error_code: str
+    error_message: str
+
+
+class RowsFile:
+    """Random access to rows.arrow. Raises StoreError (``store_io``) when the file is not one."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._source = pa.memory_map(str(path))
+            self._file = pa.ipc.open_file(self._source)
+        except (OSError, pa.ArrowInvalid) as e:
+            raise StoreError(ErrorCode.STORE_IO, f"{path} is not a rows file: {e}") from e
+        n = self._file.num_record_batches
+        self.rows = 0 if n == 0 else (n - 1) * ROWS_PER_RECORD_BATCH + self._file.get_batch(n - 1).num_rows
+
+    def close(self) -> None:
+        self._source.close()
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """Rows [start, stop)."""
+        for b in range(start // ROWS_PER_RECORD_BATCH, -(-stop // ROWS_PER_RECORD_BATCH)):
+            base = b * ROWS_PER_RECORD_BATCH
+            batch = self._file.get_batch(b)
+            ids, masks, source, line, code, message = (batch.column(i) for i in range(6))
+            for i in range(max(start - base, 0), min(stop - base, batch.num_rows)):
+                yield Row(
+                    row=base + i,
+                    input_ids=ids[i].values.to_numpy(),
+                    loss_mask=masks[i].values.to_numpy(),
+                    source_id=source[i].as_py(),
+                    line=line[i].as_py(),
+                    error_code=code[i].as_py(),
+                    error_message=message[i].as_py(),
+                )
+
+    def lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Token counts of the rows of each record batch in order; 0 for a row that has an error."""
+        for b in range(self._file.num_record_batches):
+            batch = self._file.get_batch(b)
+            counts = pa.compute.list_value_length(batch.column(0)).to_numpy(zero_copy_only=False).astype(np.int64)
+            good = pa.compute.equal(batch.column(4), "").to_numpy(zero_copy_only=False)
+            yield np.where(good, counts, 0)

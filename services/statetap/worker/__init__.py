@@ -1,0 +1,1 @@
+"""The RQ task: reserve, ask for prefills, check what came, commit it."""
