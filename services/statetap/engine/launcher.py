@@ -1,0 +1,162 @@
+"""``python -m statetap.engine``: checks the flags, starts the server process, and cleans up after it however it ended.
+
+Invariant: when this process has ended (SIGKILL apart, which takes the server with it) no process of the engine runs, READY.json is
+gone, and none of SGLang's shared-memory segments of this start is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..contracts.capture import NORM_FILE, READY_FILE
+from ..contracts.errors import StatetapError
+from .failure import FAILED_FILE, write_failure
+from .flags import check_environment, server_argv
+from .settings import EngineSettings
+
+logger = logging.getLogger("statetap.engine")
+
+EXIT_FAILED = 3
+PR_SET_PDEATHSIG = 1
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own arguments, and SGLang's after ``--``."""
+    parser = argparse.ArgumentParser(prog="python -m statetap.engine", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="model folder or hub id")
+    parser.add_argument("--tap", required=True, type=Path, help="tap folder, on a tmpfs that the workers share")
+    parser.add_argument("--host", default="127.0.0.1", help="address that the engine listens on")
+    parser.add_argument("--port", type=int, default=30000, help="port that the engine listens on")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--boundaries", default="default", help="comma-separated, or default = [2, L//2, L-3]")
+    parser.add_argument("--final", default="pre", choices=("pre", "post", "both", "none"), help="final state to capture")
+    parser.add_argument("--engine-id", default="engine-0", help="name of this engine; stays the same over restarts")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the model folder's own code run")
+    parser.add_argument("--cpu", action="store_true", help="real SGLang without a GPU")
+    parser.add_argument("--start-timeout", type=float, default=3600.0, help="seconds until the probe must have passed")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds that a stop may take before the server is killed")
+    cut = argv.index("--") if "--" in argv else len(argv)
+    return parser.parse_args(argv[:cut]), argv[cut + 1 :]
+
+
+def main(argv: list[str] | None = None) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    args, extra = parse_args(sys.argv[1:] if argv is None else argv)
+    args.tap.mkdir(parents=True, exist_ok=True)
+    for stale in (READY_FILE, FAILED_FILE):
+        (args.tap / stale).unlink(missing_ok=True)
+    try:
+        settings = _settings(args)
+        check_environment(dict(os.environ))
+        argv_sglang = server_argv(
+            model=args.model,
+            host=args.host,
+            port=args.port,
+            tp=args.tp,
+            trust_remote_code=args.trust_remote_code,
+            cpu=args.cpu,
+            extra=extra,
+        )
+    except StatetapError as e:
+        write_failure(args.tap, e)
+        sys.exit(EXIT_FAILED)
+    sys.exit(_supervise(settings, args, argv_sglang))
+
+
+def _settings(args: argparse.Namespace) -> EngineSettings:
+    boot_id = secrets.token_hex(8)
+    ours: dict[str, Any] = {
+        "tap": str(args.tap.resolve()),
+        "boundaries": args.boundaries,
+        "final": args.final,
+        "model": args.model,
+        "engine_id": args.engine_id,
+        "boot_id": boot_id,
+        "notify": f"statetap-{boot_id}",
+        "cpu": args.cpu,
+        "url": f"http://{args.host}:{args.port}",
+        "start_timeout_s": args.start_timeout,
+    }
+    return EngineSettings(**{**vars(EngineSettings.from_env()), **ours})
+
+
+def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: list[str]) -> int:
+    # SGLang names its sockets and shared-memory segments after temp files: a temp folder of its own tells which are this engine's.
+    temp = Path(tempfile.mkdtemp(prefix="statetap-"))
+    environment = {
+        **os.environ,
+        **settings.to_env(),
+        "TMPDIR": str(temp),
+        "SGLANG_PLUGINS": _with_plugin(os.environ.get("SGLANG_PLUGINS", "")),
+    }
+    try:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "statetap.engine.server", *argv_sglang],
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: _stop(server, args.grace))
+        code = server.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # schedulers that outlived it
+        return (
+            EXIT_FAILED
+            if (args.tap / FAILED_FILE).exists()
+            else 0
+            if code in (0, -signal.SIGTERM, -signal.SIGKILL) and _STOPPING
+            else EXIT_FAILED
+        )
+    finally:
+        for name in (READY_FILE, NORM_FILE):
+            (args.tap / name).unlink(missing_ok=True)
+        _remove_segments(temp)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+_STOPPING: list[bool] = []
+
+
+def _stop(server: subprocess.Popen[bytes], grace: float) -> None:
+    """SGLang drains on SIGTERM; an alarm ends it when it takes too long."""
+    if _STOPPING:
+        return
+    _STOPPING.append(True)
+    server.terminate()
+
+    def kill(*_: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    signal.setitimer(signal.ITIMER_REAL, grace)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _remove_segments(temp: Path) -> None:
+    """``/dev/shm/sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) of this start."""
+    for name in temp.iterdir():
+        for segment in Path("/dev/shm").glob(f"sglang_loads_{name.name}_*.shm"):
+            segment.unlink(missing_ok=True)
+
+
+def _with_plugin(plugins: str) -> str:
+    """SGLANG_PLUGINS is a white list when it is set: ours must be on it."""
+    names = [p for p in plugins.split(",") if p]
+    return ",".join([*names, "statetap"]) if names and "statetap" not in names else plugins

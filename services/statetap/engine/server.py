@@ -1,0 +1,159 @@
+"""``python -m statetap.engine.server``: the process that becomes SGLang's HTTP server, with the capture plugin, and says READY.
+
+Invariant: READY.json is written only after a captured probe request went the whole way and its self-check passed. SGLang's spawned
+children import this module again, so the CPU stand-ins are put in place at the top.
+"""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("STATETAP_ENGINE_CPU") == "1":
+    from statetap.engine.cpu import boot
+
+    boot.install()
+
+import json
+import logging
+import shutil
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from statetap.contracts.capture import LEASE_FILE, READY_FILE, STATUS_OK, new_lease, new_rid
+from statetap.contracts.errors import EngineError, ErrorCode, StatetapError
+from statetap.contracts.profile import CaptureProfile
+from statetap.engine import replies
+from statetap.engine.channel import Outcomes
+from statetap.engine.failure import write_failure
+from statetap.engine.settings import EngineSettings, current
+
+logger = logging.getLogger("statetap.engine")
+
+PROBE_TOKENS = 48
+
+
+def main(argv: list[str]) -> None:
+    settings = current()
+    try:
+        _serve(settings, [*argv, *graph_flags()])
+    except Exception as e:
+        error = e if isinstance(e, StatetapError) else EngineError(ErrorCode.ENGINE_START_FAILED, f"SGLang: {e!r}")
+        write_failure(settings.tap_dir, error)
+        raise
+
+
+def graph_flags() -> list[str]:
+    """Flags that turn CUDA graphs off, in the spelling of the installed SGLang."""
+    import sglang
+    from packaging.version import Version
+
+    if Version(sglang.__version__) >= Version("0.5.20"):
+        return ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+    return ["--disable-cuda-graph"]
+
+
+def _serve(settings: EngineSettings, argv: list[str]) -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    # In this process replies wait for the outcomes that the schedulers' writers send.
+    replies.OUTCOMES = outcomes = Outcomes(settings.notify)
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(argv)
+    threading.Thread(target=_become_ready, args=(settings, outcomes), name="statetap-ready", daemon=True).start()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _become_ready(settings: EngineSettings, outcomes: Outcomes) -> None:
+    try:
+        ready = probe(settings, outcomes)
+        part = settings.tap_dir / f".{READY_FILE}"
+        part.write_text(json.dumps(ready, indent=1))
+        part.replace(settings.tap_dir / READY_FILE)
+        logger.info("READY: profile %s, boundaries %s, self-check passed", ready["profile_id"], ready["profile"]["boundaries"])
+    except Exception as e:  # noqa: BLE001  (whatever it is: an engine that is not READY must not go on serving)
+        error = e if isinstance(e, StatetapError) else EngineError(ErrorCode.ENGINE_START_FAILED, f"probe: {e!r}")
+        write_failure(settings.tap_dir, error)
+        os._exit(1)  # the launcher ends the whole group
+
+
+def probe(settings: EngineSettings, outcomes: Outcomes) -> dict[str, Any]:
+    """One captured request through the whole way; the facts for READY. Raises EngineError."""
+    deadline = time.monotonic() + settings.start_timeout_s
+    raw = outcomes.wait_fact("profile", settings.start_timeout_s)
+    if raw is None:
+        raise EngineError(
+            ErrorCode.ENGINE_START_FAILED,
+            f"the capture plugin did not report within {settings.start_timeout_s:.0f} s: it, or the model, was not loaded",
+        )
+    profile = CaptureProfile.from_dict(raw)
+    _wait_for_http(settings.url, deadline)
+    lease = new_lease()
+    folder = settings.tap_dir / lease
+    folder.mkdir()
+    (folder / LEASE_FILE).write_text("{}")
+    try:
+        reply = _send_probe(settings.url, new_rid(lease, 0), profile, deadline)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if reply is None:
+        raise EngineError(
+            ErrorCode.ENGINE_START_FAILED, "the probe's reply has no meta_info.capture: the plugin is not in the HTTP process"
+        )
+    if reply["status"] != STATUS_OK:
+        raise EngineError(ErrorCode.ENGINE_START_FAILED, f"the probe was not captured: {reply}")
+    check = outcomes.wait_fact("self_check", 10.0)
+    if check is None or not check["ok"]:
+        problems = "no result" if check is None else "; ".join(check["problems"])
+        raise EngineError(ErrorCode.SELF_CHECK_FAILED, f"{profile.model}: {problems}")
+    return {
+        "profile": profile.to_dict(),
+        "profile_id": profile.profile_id,
+        "engine_id": settings.engine_id,
+        "boot_id": settings.boot_id,
+        "pid": os.getpid(),
+        "started_at": time.time(),
+        "self_check": check,
+    }
+
+
+def _wait_for_http(url: str, deadline: float) -> None:
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/model_info", timeout=5):
+                return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise EngineError(ErrorCode.ENGINE_START_FAILED, f"no HTTP service at {url} in time") from None
+            time.sleep(0.1)
+
+
+def _send_probe(url: str, rid: str, profile: CaptureProfile, deadline: float) -> dict[str, Any] | None:
+    tokens = min(PROBE_TOKENS, profile.max_length)
+    step = max(1, (profile.vocab_size - 8) // tokens)
+    body = {"rid": rid, "input_ids": [4 + i * step for i in range(tokens)], "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=max(10.0, deadline - time.monotonic())) as response:
+            return json.load(response)["meta_info"].get("capture")
+    except urllib.error.HTTPError as e:
+        raise EngineError(
+            ErrorCode.ENGINE_START_FAILED, f"the probe was answered {e.code}: {e.read()[:500].decode(errors='replace')}"
+        ) from e
+    except OSError as e:
+        raise EngineError(ErrorCode.ENGINE_START_FAILED, f"the probe was not answered: {e}") from e
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    main(sys.argv[1:])

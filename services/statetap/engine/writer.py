@@ -1,0 +1,222 @@
+"""Writer threads of one scheduler: put captured rows at their place in ``tap/<lease>/<rid>.tmp`` and name the file when whole.
+
+Invariant: ``<rid>.safetensors`` exists only when every position in [0, P) was written. A request belongs to one thread, which
+does all that happens to it in order. Space is taken with fallocate before anything is written: a full tmpfs is an error of
+that request, never a SIGBUS of the scheduler (which is why files are written and not mapped).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..contracts.capture import STATUS_ERROR, STATUS_OK, CaptureReply, lease_of
+from ..contracts.errors import ErrorCode, StatetapError
+from ..contracts.profile import CaptureProfile
+from ..contracts.tensors import INPUT_IDS, Header, tap_header
+from .channel import Sender
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CLOSED_KEPT = 100_000  # rids that are over, so that late rows of an aborted request make no new file
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Rows [position, position + n) of a prompt of ``total`` tokens. ``planes``: tensor name -> [n, columns] on the host."""
+
+    rid: str
+    total: int
+    position: int
+    planes: dict[str, torch.Tensor]
+    ready: Any = None  # CUDA event after which the host copies are there
+    nbytes: int = 0
+
+
+@dataclass(kw_only=True)
+class _Open:
+    fd: int
+    header: Header
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def covered(self) -> int:
+        """Length of the prefix that is written without a hole."""
+        end = 0
+        for lo, hi in sorted(self.spans):
+            if lo > end:
+                break
+            end = max(end, hi)
+        return end
+
+
+class Budget:
+    """Captured bytes that wait for a writer. Never blocks: the scheduler must not stall."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used, self._lock = limit, 0, threading.Lock()
+
+    def take(self, n: int) -> bool:
+        with self._lock:
+            if self._used and self._used + n > self._limit:
+                return False
+            self._used += n
+            return True
+
+    def give(self, n: int) -> None:
+        with self._lock:
+            self._used -= n
+
+
+class Writers:
+    """The threads, and the way to them."""
+
+    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, *, threads: int, ring_bytes: int) -> None:
+        self._budget = Budget(ring_bytes)
+        self._threads = [_Writer(tap, profile, sender, self._budget, i) for i in range(threads)]
+        for t in self._threads:
+            t.start()
+
+    def put(self, rows: Rows) -> None:
+        """Hand over rows; fails the request with ``capture_backpressure`` where the ring is full."""
+        rows.nbytes = sum(t.numel() * t.element_size() for t in rows.planes.values())
+        if self._budget.take(rows.nbytes):
+            self._of(rows.rid).jobs.put(("rows", rows))
+        else:
+            self.fail(rows.rid, ErrorCode.CAPTURE_BACKPRESSURE, "the ring between GPU and tap is full")
+
+    def fail(self, rid: str, code: ErrorCode, message: str) -> None:
+        self._of(rid).jobs.put(("fail", rid, code, message))
+
+    def drop(self, rid: str) -> None:
+        """An aborted request: no file, and nothing more is made of rows that still come."""
+        self._of(rid).jobs.put(("drop", rid))
+
+    def drop_all(self) -> None:
+        for t in self._threads:
+            t.jobs.put(("drop_all",))
+
+    def _of(self, rid: str) -> _Writer:
+        return self._threads[hash(rid) % len(self._threads)]
+
+
+class _Writer(threading.Thread):
+    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, budget: Budget, index: int) -> None:
+        super().__init__(daemon=True, name=f"statetap-writer-{index}")
+        self._tap, self._profile, self._sender, self._budget = tap, profile, sender, budget
+        self.jobs: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()  # bounded by the budget
+        self._open: dict[str, _Open] = {}
+        self._closed: OrderedDict[str, bool] = OrderedDict()  # rid -> was it dropped (True: say nothing of late rows)
+
+    def run(self) -> None:
+        while True:
+            kind, *args = self.jobs.get()
+            try:
+                getattr(self, "_do_" + kind)(*args)
+            except Exception as e:
+                rid = args[0].rid if kind == "rows" else args[0] if args else ""
+                logger.warning("statetap: capture of %s failed: %r", rid, e, exc_info=not isinstance(e, OSError | StatetapError))
+                self._do_fail(rid, _code_of(e), str(e) or repr(e))
+
+    def _path(self, rid: str, suffix: str) -> Path:
+        return self._tap / str(lease_of(rid)) / (rid + suffix)
+
+    def _do_rows(self, rows: Rows) -> None:
+        try:
+            if rows.rid in self._closed:
+                if not self._closed[rows.rid] and rows.position == 0:
+                    self._tell(rows.rid, ErrorCode.CAPTURE_INCOMPLETE, "this rid was used before")
+                return
+            if rows.ready is not None:
+                rows.ready.synchronize()
+            entry = self._open.get(rows.rid) or self._begin(rows)
+            for name, data in rows.planes.items():
+                tensor = entry.header.tensors[name]
+                width = (tensor.stop - tensor.start) // rows.total
+                _pwrite_all(entry.fd, _as_bytes(data), tensor.start + rows.position * width)
+            n = rows.planes[INPUT_IDS].shape[0]
+            entry.spans.append((rows.position, rows.position + n))
+            if entry.covered >= rows.total:
+                self._finish(rows.rid, rows.total)
+            elif rows.position + n >= rows.total:
+                raise StatetapError(
+                    ErrorCode.CAPTURE_INCOMPLETE,
+                    f"the prompt is complete, but only [0, {entry.covered}) of {rows.total} was computed (prefix cache?)",
+                )
+        finally:
+            self._budget.give(rows.nbytes)
+
+    def _begin(self, rows: Rows) -> _Open:
+        header = tap_header(self._profile, rows.total)
+        fd = os.open(self._path(rows.rid, ".tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o664)
+        entry = self._open[rows.rid] = _Open(fd=fd, header=header)
+        os.posix_fallocate(fd, 0, header.size)
+        _pwrite_all(fd, memoryview(header.encode()), 0)
+        return entry
+
+    def _finish(self, rid: str, total: int) -> None:
+        os.close(self._open.pop(rid).fd)
+        final = self._path(rid, ".safetensors")
+        os.rename(self._path(rid, ".tmp"), final)
+        self._close(rid, dropped=False)
+        reply = CaptureReply(status=STATUS_OK, path=str(final.relative_to(self._tap)), rows=total)
+        self._sender.send({"rid": rid, **reply.to_dict()})
+
+    def _do_fail(self, rid: str, code: ErrorCode, message: str) -> None:
+        if rid in self._closed:
+            return
+        self._remove(rid, (".tmp",))
+        self._close(rid, dropped=False)
+        self._tell(rid, code, message)
+
+    def _tell(self, rid: str, code: ErrorCode, message: str) -> None:
+        self._sender.send({"rid": rid, **CaptureReply(status=STATUS_ERROR, code=code.value, message=message).to_dict()})
+
+    def _do_drop(self, rid: str) -> None:
+        self._remove(rid, (".tmp", ".safetensors"))
+        if rid not in self._closed:  # a reply may wait: the request ended before the abort reached it
+            self._tell(rid, ErrorCode.CAPTURE_INCOMPLETE, "the request was aborted")
+        self._close(rid, dropped=True)
+
+    def _do_drop_all(self) -> None:
+        for rid in list(self._open):
+            self._do_drop(rid)
+
+    def _remove(self, rid: str, suffixes: tuple[str, ...]) -> None:
+        entry = self._open.pop(rid, None)
+        if entry is not None:
+            os.close(entry.fd)
+        for suffix in suffixes:
+            self._path(rid, suffix).unlink(missing_ok=True)
+
+    def _close(self, rid: str, *, dropped: bool) -> None:
+        self._closed[rid] = dropped
+        if len(self._closed) > CLOSED_KEPT:
+            self._closed.popitem(last=False)
+
+
+def _code_of(e: Exception) -> ErrorCode:
+    if isinstance(e, StatetapError):
+        return e.code
+    return ErrorCode.TAP_FULL if isinstance(e, OSError) and e.errno == 28 else ErrorCode.CAPTURE_INCOMPLETE
+
+
+def _as_bytes(t: torch.Tensor) -> memoryview:
+    import torch  # in the scheduler it is there already; this module's records are used without it
+
+    return memoryview(t.contiguous().view(torch.uint8).reshape(-1).numpy())
+
+
+def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
