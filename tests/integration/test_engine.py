@@ -24,6 +24,12 @@ from tests.support.engine import Engine, start_engine, wait_ready
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
 TOLERANCE = 1e-5
+SHM_BEFORE: set[str] = set()
+
+
+def segments_of_engines() -> set[str]:
+    """What SGLang and Python's multiprocessing leave in shared memory when they are killed."""
+    return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("sglang_loads_", "sem.mp-", "psm_"))}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,7 @@ def tap() -> Path:
 def engine(model: Path, tap: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Chunked prefill on, with a chunk far below the prompts' lengths; boundaries out of order and with both ends."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
+    SHM_BEFORE.update(segments_of_engines())
     running = start_engine(model, tap, log, "--boundaries", "3,0,6,5", "--final", "both", sglang=("--chunked-prefill-size", "64"))
     yield wait_ready(running)
     if running.process.poll() is None:
@@ -178,11 +185,9 @@ def test_ready_names_the_profile_and_the_self_check_has_controls(engine: Engine)
 
 
 def test_stop_leaves_nothing_behind(engine: Engine) -> None:  # last: it ends the module's engine
-    before = {p.name for p in Path("/dev/shm").iterdir()}
     assert engine.stop() == 0
     assert not (engine.tap / READY_FILE).exists() and not (engine.tap / NORM_FILE).exists()
-    after = {p.name for p in Path("/dev/shm").iterdir()}
-    assert not [n for n in after if n.startswith("sglang_loads_") and n in before]
+    assert not segments_of_engines() - SHM_BEFORE
 
 
 @pytest.mark.parametrize(
@@ -209,3 +214,4 @@ def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
     failure = json.loads((tap / FAILED_FILE).read_text())
     assert failure["code"] == code and words in failure["message"], failure
     assert not (tap / READY_FILE).exists()
+    assert not segments_of_engines() - SHM_BEFORE

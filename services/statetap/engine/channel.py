@@ -108,4 +108,9 @@ class Outcomes:
                     self._unclaimed.popitem(last=False)
                 return
         loop, future = waiting
-        loop.call_soon_threadsafe(lambda: future.done() or future.set_result(outcome))
+        loop.call_soon_threadsafe(_set, future, outcome)
+
+
+def _set(future: asyncio.Future[dict[str, Any]], outcome: dict[str, Any]) -> None:
+    if not future.done():  # its reply may be gone
+        future.set_result(outcome)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .settings import EngineSettings
 logger = logging.getLogger("statetap.engine")
 
 EXIT_FAILED = 3
+TRACKER_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -111,8 +113,7 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: _stop(server, args.grace))
         code = server.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)  # schedulers that outlived it
+        _end_group(server.pid)  # schedulers that outlived it
         return (
             EXIT_FAILED
             if (args.tap / FAILED_FILE).exists()
@@ -137,12 +138,44 @@ def _stop(server: subprocess.Popen[bytes], grace: float) -> None:
     _STOPPING.append(True)
     server.terminate()
 
-    def kill(*_: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, kill)
+    signal.signal(signal.SIGALRM, lambda *_: _end_group(server.pid))
     signal.setitimer(signal.ITIMER_REAL, grace)
+
+
+def _end_group(group: int) -> None:
+    """Kill what is left of the server's process group.
+
+    Python's resource tracker goes last, and by itself: it unlinks the semaphores of the processes that were killed.
+    """
+    trackers = set()
+    for pid in _members(group):
+        try:
+            tracker = b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if tracker:
+            trackers.add(pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKER_S
+    while trackers and _members(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> list[int]:
+    """Processes of a group that have not ended (a zombie has)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def _die_with_parent() -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..contracts.errors import EngineError, ErrorCode
 
 PREFIX = "STATETAP_ENGINE_"
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda v: v == "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +55,13 @@ class EngineSettings:
     @classmethod
     def from_env(cls) -> EngineSettings:
         """Raises EngineError ``invalid_request`` that names the variable which does not parse."""
-        values = {}
+        values: dict[str, Any] = {}
         for name, field in cls.__dataclass_fields__.items():
             raw = os.environ.get(PREFIX + name.upper())
             if raw is None:
                 continue
             try:
-                values[name] = {"str": str, "int": int, "float": float, "bool": lambda v: v == "1"}[str(field.type)](raw)
+                values[name] = _PARSERS[str(field.type)](raw)
             except ValueError:
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{PREFIX}{name.upper()}={raw!r} is not a {field.type}") from None
         return cls(**values)

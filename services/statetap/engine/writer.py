@@ -213,7 +213,7 @@ def _code_of(e: Exception) -> ErrorCode:
 def _as_bytes(t: torch.Tensor) -> memoryview:
     import torch  # in the scheduler it is there already; this module's records are used without it
 
-    return memoryview(t.contiguous().view(torch.uint8).reshape(-1).numpy())
+    return memoryview(t.contiguous().view(torch.uint8).reshape(-1).numpy())  # type: ignore[arg-type]
 
 
 def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,58 @@
+# Everything a person or CI calls. `make help` lists it.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check unit integration faults e2e bench figures clean
+
+help: ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv with everything (torch, the real SGLang for the CPU, redis, tools)
+
+# torch comes with its own dependencies (they differ by build); all else is pinned completely and needs no resolver.
+$(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (one or two minutes the first time)"
+	@$(PIP) install -r requirements/torch.txt -c requirements/lock.txt 2>&1 | { grep -v 'is ignored: it is neither' || true; }
+	@$(PIP) install --no-deps -r requirements/lock.txt 2>&1 | { grep -v 'is ignored: it is neither' || true; }
+	@$(PIP) install --no-deps --no-build-isolation -e . 2>&1 | { grep -v 'is ignored: it is neither' || true; }
+	@$(PY) -c 'import torch, sglang, rq, redis, pyarrow, statetap'
+	@touch $(STAMP)
+
+demo: setup ## The main job: extract the example conversations through real SGLang, verify, compare with transformers
+	@$(PY) examples/demo.py
+
+test: setup check ## Everything that CI runs
+	@$(PY) -m pytest -q tests/unit
+	@$(PY) -m pytest -q tests/integration
+	@$(PY) -m pytest -q tests/faults
+	@$(PY) -m pytest -q tests/e2e
+
+check: setup ## ruff, mypy, import-linter, deptry
+	@$(VENV)/bin/ruff format --check -q . || { echo "not formatted: run ruff format"; exit 1; }
+	@$(VENV)/bin/ruff check -q .
+	@$(VENV)/bin/mypy --no-error-summary
+	@$(VENV)/bin/lint-imports --no-logo --no-cache > .import-linter.log 2>&1 || { cat .import-linter.log; exit 1; }
+	@$(VENV)/bin/deptry -q services
+
+unit: setup ## Unit tests
+	@$(PY) -m pytest -q tests/unit
+
+integration: setup ## Real redis-server, real SGLang, one service at a time
+	@$(PY) -m pytest -q tests/integration
+
+faults: setup ## Killed workers, full disks, torn writes
+	@$(PY) -m pytest -q tests/faults
+
+e2e: setup ## The whole stack by its command line
+	@$(PY) -m pytest -q tests/e2e
+
+bench: setup ## What our own layers cost; SHORT=1 for a short form (one JSON object a figure)
+	@$(PY) -m tests.bench.bench $(if $(SHORT),--short,)
+
+clean: ## Remove .venv and everything that demo and bench made
+	rm -rf $(VENV) .statetap
