@@ -7,7 +7,9 @@ from . import SCHEMA_VERSION
 LEASE_TTL_S = 10.0  # of a batch; refreshed by a thread of the horse
 LEASE_REFRESH_S = 2.0
 ENGINE_TTL_S = 15.0
+INGEST_LOCK_TTL_S = 15.0  # of `ingesting`; refreshed by a thread of the ingestion
 INGEST_QUEUE = "statetap:ingest"
+INGEST_STARTS = "statetap:ingest-starts"  # hash dataset id -> starts that left no report and were not stopped in order
 BATCH_TASK = "statetap.worker.task.run_batch"
 INGEST_TASK = "statetap.datasets.task.run_ingest"
 
@@ -43,11 +45,6 @@ def attempts(job_id: str) -> str:
     return f"statetap:attempts:{job_id}"
 
 
-def claim(job_id: str, batch: int, attempt: int) -> str:
-    """SET NX by the reconciler that enqueues this attempt, so that two loops enqueue it once."""
-    return f"statetap:claim:{job_id}:{batch}:{attempt}"
-
-
 def totals(job_id: str) -> str:
     """Hash batch -> JSON BatchTotals."""
     return f"statetap:totals:{job_id}"
@@ -81,6 +78,21 @@ def pause(job_id: str) -> str:
 def dataset(dataset_id: str) -> str:
     """JSON DatasetStatus: progress of an ingestion, with a TTL."""
     return f"statetap:dataset:{dataset_id}"
+
+
+def known(job_id: str) -> str:
+    """Set once the totals of a job stand in this Redis; gone with a wipe, which tells the reconciler to fold the ledger again."""
+    return f"statetap:known:{job_id}"
+
+
+def ingesting(dataset_id: str) -> str:
+    """Lock of the process that ingests this dataset, with a TTL that it refreshes."""
+    return f"statetap:ingesting:{dataset_id}"
+
+
+def ingest_claim(dataset_id: str) -> str:
+    """SET NX with a TTL of seconds by the reconciler that enqueues this ingestion, so that two loops enqueue it once."""
+    return f"statetap:ingest-claim:{dataset_id}"
 
 
 def rq_id(job_id: str, batch: int, attempt: int) -> str:

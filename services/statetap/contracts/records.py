@@ -143,6 +143,7 @@ class JobControl(Record):
     started_at: float = 0.0
     ended_at: float = 0.0
     updated_at: float = 0.0
+    final: dict[str, Any] = field(default_factory=dict)  # of an ended job: done, failed, skipped, tokens, bytes, errors, finished
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..contracts.errors import ErrorCode, StoreError
 from ..contracts.layout import ROWS_PER_RECORD_BATCH
@@ -75,10 +76,19 @@ class RowsFile:
                     error_message=message[i].as_py(),
                 )
 
+    def source_ids(self, start: int, stop: int) -> list[str]:
+        """Source ids of rows [start, stop), without making a Row of each."""
+        found: list[str] = []
+        for b in range(start // ROWS_PER_RECORD_BATCH, -(-stop // ROWS_PER_RECORD_BATCH)):
+            base = b * ROWS_PER_RECORD_BATCH
+            column = self._file.get_batch(b).column(2)
+            found += column.slice(max(start - base, 0), min(stop - base, ROWS_PER_RECORD_BATCH) - max(start - base, 0)).to_pylist()
+        return found
+
     def lengths(self) -> Iterator[npt.NDArray[np.int64]]:
         """Token counts of the rows of each record batch in order; 0 for a row that has an error."""
         for b in range(self._file.num_record_batches):
             batch = self._file.get_batch(b)
-            counts = pa.compute.list_value_length(batch.column(0)).to_numpy(zero_copy_only=False).astype(np.int64)
-            good = pa.compute.equal(batch.column(4), "").to_numpy(zero_copy_only=False)
+            counts = pc.list_value_length(batch.column(0)).to_numpy(zero_copy_only=False).astype(np.int64)
+            good = pc.equal(batch.column(4), "").to_numpy(zero_copy_only=False)
             yield np.where(good, counts, 0)

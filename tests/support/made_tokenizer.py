@@ -1,0 +1,64 @@
+"""Small tokenizers with chat templates, made on the spot: no model has to be fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog while the sun sets behind the hills.",
+    "Question and answer, again and again: what is a hidden state, and who wrote this token?",
+    "Sure! Here is the answer that you asked for. It has two parts, one short and one long.",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
+]
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHATML_MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Like Qwen3: the last turn gets a <think> block, earlier ones lose theirs.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% set answer = m['content'].split('</think>')[-1].lstrip('\\n') %}"
+    "{% if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ answer }}{% else %}{{ m['content'] }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Like DeepSeek-R1: the generation prompt opens a block that the rendering of a turn does not have.
+OPENS_THINK = CHATML.replace("{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
+# Renders earlier answers shortened: nothing that it renders for a turn is in the whole.
+SHORTENS = CHATML.replace("+ m['content'] +", "+ (m['content'] if loop.last else m['content'][:3] ~ m['content'][-1]) +")
+REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+
+
+def make_tokenizer(folder: Path, template: str | None = CHATML) -> str:
+    """A byte-level BPE of about 400 tokens in ``folder``; any text can be encoded. The folder's name is returned."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    specials = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_slow_tokenizer(folder: Path, template: str = CHATML) -> str:
+    """A tokenizer without offsets (bytes, in Python), as Kimi-K2's is."""
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
