@@ -1,0 +1,39 @@
+"""What the API's operations share, made once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import redis.asyncio
+from fastapi import Depends, Request
+
+from ..contracts import keys
+from ..contracts.records import EngineInfo
+from . import engines
+from .catalog import Catalog
+from .reconciler import Reconciler
+from .settings import CoordinatorSettings
+from .status import StatusReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    settings: CoordinatorSettings
+    catalog: Catalog
+    redis: redis.asyncio.Redis
+    reconciler: Reconciler
+    status: StatusReader
+
+    async def engines(self) -> list[EngineInfo]:
+        """Live engines, merged. Raises RedisError."""
+        names = [name async for name in self.redis.scan_iter(match=keys.ENGINES_PATTERN, count=1000)]
+        values = await self.redis.mget(names) if names else []
+        return engines.parse(None if v is None else str(v) for v in values)
+
+
+def _context(request: Request) -> Context:
+    return request.app.state.context
+
+
+Ctx = Annotated[Context, Depends(_context)]

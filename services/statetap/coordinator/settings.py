@@ -1,0 +1,44 @@
+"""Settings of the coordinator, one model. Every field is an environment variable ``STATETAP_<NAME>``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+GIB = 1 << 30
+
+
+class CoordinatorSettings(BaseSettings):
+    """Read once at start; a wrong value ends the process with a message that names it."""
+
+    model_config = SettingsConfigDict(env_prefix="STATETAP_", env_ignore_empty=True)
+
+    redis_url: SecretStr = Field(
+        default=SecretStr("redis://127.0.0.1:6379/0"), description="Redis: redis://[:password@]host:port/db or unix://path. Never logged."
+    )
+    store: Path = Field(default=Path("store"), description="Root folder of the store: datasets and jobs lie below it.")
+    data_dir: Path | None = Field(
+        default=None, description="Folder below which dataset paths may lie, symbolic links resolved. Unset: datasets by path are refused."
+    )
+    allow_any_path: bool = Field(
+        default=False,
+        description="Accept a dataset path anywhere on this host. Only for the single-host CLI, where caller and host are one.",
+    )
+    host: str = Field(default="127.0.0.1", description="Address that the API listens on.")
+    port: int = Field(default=8700, ge=0, le=65535, description="Port that the API listens on; 0 takes a free one.")
+    port_file: Path | None = Field(default=None, description="File that the bound port is written to, atomically, once the API listens.")
+    tick_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks of the reconciler.")
+    requeue_after_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Seconds after which a batch that was given out, has not started and left its queue is given out again.",
+    )
+    rate_window_s: float = Field(default=30.0, gt=0, description="Seconds of work over which rates and the ETA are computed.")
+    min_free_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Free bytes of the store below which jobs pause as low_disk. 0: 1 GiB, or 2 % of the file system where that is less.",
+    )
+    log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="Least level of events that are logged.")
