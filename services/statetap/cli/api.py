@@ -14,7 +14,7 @@ from ..contracts.errors import ErrorCode, RequestError
 class Api:
     """``url`` is the coordinator's root. Reads are tried again for ``patience_s`` when it does not answer (it may be restarting)."""
 
-    def __init__(self, url: str, *, patience_s: float = 30.0) -> None:
+    def __init__(self, url: str, *, patience_s: float = 2.0) -> None:
         self.url, self._patience_s = url.rstrip("/"), patience_s
         self._client = httpx.Client(base_url=self.url, timeout=httpx.Timeout(60.0, write=None))
 

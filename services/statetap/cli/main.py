@@ -192,7 +192,7 @@ def submit(
 @app.command("watch")
 def watch_command(job_id: str, url: Url = DEFAULT_URL, max_failed: MaxFailed = 0) -> None:
     """Watch a job to its end; the exit code says how it ended."""
-    _watch_to_end(Api(url), job_id, max_failed)
+    _watch_to_end(Api(url, patience_s=60.0), job_id, max_failed)
 
 
 def _watch_to_end(api: Api, job_id: str, max_failed: int) -> None:

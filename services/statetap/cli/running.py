@@ -20,6 +20,7 @@ from .stack import Stack, StackConfig
 from .watching import ENDED, watch
 
 POLL_S = 0.2
+RESTART_S = 60.0  # a coordinator that ended is started again meanwhile
 DATASET_SAY_EVERY_S = 10.0
 
 
@@ -60,7 +61,7 @@ def run(config: StackConfig, request: RunRequest, console: Console, say: Any) ->
     stop_on_signals()
     try:
         stack.start()
-        api = Api(stack.url)
+        api = Api(stack.url, patience_s=RESTART_S)
         job = _submit(stack, api, request, say)
         job = watch(api, job["job_id"], console, tick=stack.tick, until=_until(request.pause_timeout_s))
         _conclude(api, job, say)

@@ -89,6 +89,7 @@ class Stack:
     _runtime: Path | None = None
     _tap: Path | None = None
     _own_tap: bool = False
+    _pids: dict[str, int] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- start
     def start(self) -> None:
@@ -261,6 +262,17 @@ class Stack:
         for service in [*self.control, *(w for u in self.units for w in u.workers)]:
             if service.hopeless:
                 raise RequestError(ErrorCode.INTERNAL, f"{service.name} ends again and again:\n{service.tail()}")
+        self._record_pids()
+
+    def _record_pids(self) -> None:
+        """``processes.json`` names every process, since RQ and SGLang rename theirs in the process list."""
+        services = [*([self._redis] if self._redis else []), *self.control, *(s for u in self.units for s in (u.engine, *u.workers))]
+        pids = {s.name: s.pid for s in services if s.running}
+        if pids != self._pids:
+            self._pids = pids
+            part = self.state / ".processes.json"
+            part.write_text(json.dumps(pids, indent=1))
+            part.replace(self.state / "processes.json")
 
     def _tick_unit(self, unit: _EngineUnit) -> None:
         if not unit.ready and (unit.tap / READY_FILE).exists():
@@ -308,6 +320,7 @@ class Stack:
             (self.state / "tap.json").unlink(missing_ok=True)
         if self._runtime is not None:
             shutil.rmtree(self._runtime, ignore_errors=True)
+            (self.state / "processes.json").unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
         self.units, self.control, self._redis, self._lock, self._runtime, self._own_tap = [], [], None, None, None, False

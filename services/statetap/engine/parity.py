@@ -38,7 +38,9 @@ class Reference:
 
     def __init__(self, model: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as hf_logging
 
+        hf_logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code).eval()
         base = self.model.model
         self.base: Any = getattr(base, "language_model", base)
