@@ -76,16 +76,15 @@ def main() -> int:
     ok = verify_code == 0 and parity_code == 0 and parity["worst"] < TOLERANCE and complete["done"] == rows_in == complete["rows"]
     print(f"\n  {'OK' if ok else 'NOT OK'}: every row extracted, verified and equal to transformers\n")
     if figures:
-        for name, value, unit, note in (
-            (
-                "demo.max_rel_error",
-                parity["worst"],
-                "relative",
-                f"fp32 states against transformers, {parity['rows']} rows, every boundary and the final state",
-            ),
-            ("demo.rows", complete["done"], "rows", f"of {rows_in} in examples/conversations.jsonl, {complete['tokens']} tokens"),
-        ):
-            print(json.dumps({"name": name, "value": value, "unit": unit, "command": "python examples/demo.py --figures", "note": note}))
+        sys.path.insert(0, str(ROOT))
+        from tests.support.figures import print_figure
+
+        command = "python examples/demo.py --figures"
+        note = f"fp32 states against transformers' forward, {parity['rows']} rows, every boundary and the final state"
+        print_figure("demo.max_rel_error", parity["worst"], "relative", command, note)
+        print_figure(
+            "demo.rows", complete["done"], "rows", command, f"of {rows_in} in examples/conversations.jsonl, {complete['tokens']} tokens"
+        )
     return 0 if ok else 1
 
 

@@ -1,0 +1,223 @@
+"""The grouped commit: staged samples become visible, durable and recorded, many at a time (reliability.md).
+
+Order: fsync the temps, link all to their final names, fsync the folders, append the ledger lines (one write and fdatasync), tell,
+remove temps and tap files. Invariant: a ledger line never names a file that is not whole and durable, and the first commit of a
+row wins: link() fails where a file is, so a worker that wakes after its lease can do no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..contracts.errors import ErrorCode, RowError, StoreError
+from ..contracts.profile import CaptureProfile
+from ..contracts.records import RowRecord
+from .fs import fsync_dir, remove, store_error
+from .ledger import LedgerWriter, fold, segments_by_batch
+from .sample import Staged, check_sample
+
+log = logging.getLogger(__name__)
+
+GROUP_ROWS = 64
+GROUP_BYTES = 64 << 20
+GROUP_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one row handed to the committer.
+
+    ``record`` is the row's record once it is on disk (of another attempt when ``won`` is False), or None: then the row is open
+    still, and ``error`` says why (None: another attempt has the batch and swept our temp file).
+    """
+
+    row: int
+    record: RowRecord | None = None
+    error: StoreError | None = None
+    won: bool = True
+
+
+class Committer:
+    """One thread that commits groups. ``tell`` is called in it with the outcomes of a group, after the ledger's fsync.
+
+    The order in which rows are told is the order of the groups; a row is told exactly once.
+    """
+
+    def __init__(self, job_dir: Path, profile: CaptureProfile, batch: int, attempt: str, tell: Callable[[Sequence[Outcome]], None]) -> None:
+        self._job_dir = job_dir
+        self._profile = profile
+        self._batch = batch
+        self._tell = tell
+        self._ledger = LedgerWriter(job_dir, batch, attempt)
+        self._items: queue.SimpleQueue[Staged | RowRecord | None] = queue.SimpleQueue()
+        self._hurry = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="committer")
+        self._thread.start()
+
+    def submit(self, item: Staged | RowRecord) -> None:
+        """Hand over a staged sample, or the record of a row that has no file (failed, skipped)."""
+        if not self._thread.is_alive():
+            raise StoreError(ErrorCode.INTERNAL, f"the committer of batch {self._batch} has ended")
+        self._items.put(item)
+
+    def hurry(self, on: bool) -> None:
+        """While on, a group does not wait for more rows: the caller has none to give until some are committed."""
+        if on and not self._hurry.is_set():
+            self._hurry.set()
+            self._items.put(None)  # wakes a wait that began before
+        elif not on:
+            self._hurry.clear()
+
+    def close(self) -> None:
+        """Commit what was handed over, then end. Idempotent."""
+        if self._thread.is_alive():
+            self._closing = True
+            self._items.put(None)
+            self._thread.join()
+        self._ledger.close()
+
+    def _run(self) -> None:
+        group: list[Staged | RowRecord] = []
+        try:
+            # The flag is set before the item that wakes us, so it is seen here at the latest after that item.
+            while not (self._closing and self._items.empty()):
+                group = self._next_group()
+                if group:
+                    self._tell(self._commit(group))
+        except BaseException as e:
+            # A bug: the rows stay open and their caller must not wait for ever.
+            error = StoreError(ErrorCode.INTERNAL, f"the committer of batch {self._batch} ended: {e!r}")
+            while not self._items.empty():
+                if (item := self._items.get()) is not None:
+                    group.append(item)
+            self._tell([Outcome(row=_row(item), error=error) for item in group])
+            raise
+
+    def _next_group(self) -> list[Staged | RowRecord]:
+        """The next rows to commit together; empty when woken for another reason."""
+        first = self._items.get()
+        if first is None:
+            return []
+        group: list[Staged | RowRecord] = [first]
+        size = _bytes(first)
+        deadline = time.monotonic() + GROUP_WAIT_S
+        while len(group) < GROUP_ROWS and size < GROUP_BYTES:
+            wait = 0.0 if self._hurry.is_set() or self._closing else max(0.0, deadline - time.monotonic())
+            try:
+                item = self._items.get(timeout=wait) if wait else self._items.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                group.append(item)
+                size += _bytes(item)
+        return group
+
+    def _commit(self, group: list[Staged | RowRecord]) -> list[Outcome]:
+        staged = [item for item in group if isinstance(item, Staged)]
+        records = [item for item in group if isinstance(item, RowRecord)]
+        outcomes: dict[int, Outcome] = {}
+        lines = [(record, True) for record in records]
+        lines += self._link(staged, outcomes)
+        try:
+            self._ledger.append(record for record, is_new in lines if is_new)
+        except StoreError as e:
+            # Linked but not recorded: the next attempt adopts these files after a full check.
+            outcomes.update({record.row: Outcome(row=record.row, error=e) for record, is_new in lines if is_new})
+        ours = {item.row.row: item.record for item in staged}
+        for record, _ in lines:
+            won = record is ours.get(record.row, record)
+            outcomes.setdefault(record.row, Outcome(row=record.row, record=record, won=won))
+        try:
+            for item in staged:
+                remove(item.temp)
+                remove(item.tap_file)
+        except OSError as e:
+            # Nothing depends on it: temps are swept at the next attempt, tap files go with their lease.
+            log.warning("event=cleanup_failed batch=%d error=%s", self._batch, e)
+        return list(outcomes.values())
+
+    def _link(self, staged: list[Staged], outcomes: dict[int, Outcome]) -> list[tuple[RowRecord, bool]]:
+        """Make files durable under their final names. Returns (record, needs a ledger line) of every row that has one now."""
+        synced = []
+        for item in staged:
+            try:
+                try:
+                    os.fsync(item.fd)
+                finally:
+                    os.close(item.fd)
+                synced.append(item)
+            except OSError as e:
+                outcomes[item.row.row] = Outcome(row=item.row.row, error=store_error(e, f"fsync row {item.row.row}"))
+        known: Mapping[int, RowRecord] | None = None
+        linked: list[tuple[Staged, RowRecord, bool]] = []
+        for item in synced:
+            row = item.row.row
+            try:
+                if _link_first(item.temp, item.final):
+                    linked.append((item, item.record, True))
+                    continue
+                if known is None:
+                    known = fold(segments_by_batch(self._job_dir).get(self._batch, []))
+                linked.append((item, *self._other(item, known.get(row))))
+            except FileNotFoundError:
+                log.info("event=late_commit_discarded row=%d batch=%d reason=temp_swept", row, self._batch)
+                outcomes[row] = Outcome(row=row, won=False)
+            except StoreError as e:
+                outcomes[row] = Outcome(row=row, error=e)
+            except OSError as e:
+                outcomes[row] = Outcome(row=row, error=store_error(e, f"link row {row}"))
+        broken: dict[Path, StoreError] = {}
+        for folder in {item.final.parent for item, _, _ in linked}:
+            try:
+                fsync_dir(folder)
+            except OSError as e:
+                broken[folder] = store_error(e, f"fsync folder {folder.name}")
+        lines = []
+        for item, record, is_new in linked:
+            if error := broken.get(item.final.parent):
+                outcomes[item.row.row] = Outcome(row=item.row.row, error=error)
+            else:
+                lines.append((record, is_new))
+        return lines
+
+    def _other(self, item: Staged, recorded: RowRecord | None) -> tuple[RowRecord, bool]:
+        """A file of another attempt has our final name: its record, and whether that needs a ledger line."""
+        row = item.row.row
+        if recorded is not None and recorded.path == item.record.path:
+            log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
+            return recorded, False
+        try:
+            return check_sample(self._job_dir, self._profile, item.row, item.record.generation), True
+        except RowError as e:
+            # Never recorded and not whole: not a committed file. Ours is.
+            log.warning("event=corrupt_file_replaced row=%d batch=%d error=%s", row, self._batch, e)
+            remove(item.final)
+            if not _link_first(item.temp, item.final):
+                raise StoreError(ErrorCode.STORE_IO, f"row {row}: another writer keeps putting corrupt files at {item.final}") from e
+            return item.record, True
+
+
+def _bytes(item: Staged | RowRecord) -> int:
+    return item.record.bytes if isinstance(item, Staged) else 0
+
+
+def _row(item: Staged | RowRecord) -> int:
+    return item.record.row if isinstance(item, Staged) else item.row
+
+
+def _link_first(temp: Path, final: Path) -> bool:
+    """Link ``temp`` to ``final``: True when that name is ours, False when another file has it. Raises OSError."""
+    try:
+        os.link(temp, final)
+    except FileExistsError:
+        # The same inode: our link was made and its reply was lost (NFS), or the call was repeated.
+        return os.path.samestat(os.stat(temp), os.stat(final))
+    return True

@@ -1,0 +1,125 @@
+"""What an attempt at a batch finds: rows already done, files without a ledger line, temps of dead attempts.
+
+Invariant: nothing that is finished is done again, and nothing that is not whole is kept. Only the batch's own ledger segments and
+folders are read. The caller holds the batch's lease, so every other attempt at it is dead or will find its temps gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..contracts.errors import RowError
+from ..contracts.layout import TEMP_PREFIX, folder
+from ..contracts.profile import CaptureProfile
+from ..contracts.records import Batch, RowRecord, RowState
+from .fs import fsync_dir, remove, store_error
+from .ledger import LedgerWriter, fold, segments_by_batch
+from .rows import RowsFile
+from .sample import check_sample
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(rf"(?P<temp>{re.escape(TEMP_PREFIX)}[0-9a-f]+-)?data_(?P<row>\d+)(?:\.g(?P<generation>\d+))?\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """``records``: row -> winning record. ``open_rows``: row -> the generation to write, for rows to do, in order."""
+
+    records: dict[int, RowRecord]
+    open_rows: dict[int, int]
+    adopted: int
+    swept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    row: int
+    generation: int
+    path: Path
+    size: int
+    is_temp: bool
+
+
+def _scan(job_dir: Path, batch: Batch) -> Iterator[_Found]:
+    """Files of the batch's rows in its one or two folders, whatever their state."""
+    for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
+        try:
+            entries = os.scandir(job_dir / name)
+        except FileNotFoundError:
+            continue
+        with entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match and batch.start <= int(match["row"]) < batch.stop:
+                    yield _Found(
+                        row=int(match["row"]),
+                        generation=int(match["generation"] or 0),
+                        path=Path(entry.path),
+                        size=entry.stat().st_size,
+                        is_temp=match["temp"] is not None,
+                    )
+
+
+def resume_batch(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
+    """Fold the batch's ledger, adopt or remove files without a line, sweep temps.
+
+    A row that is recorded as done but whose file is missing or has another size is open again, with the next generation.
+    Raises StoreError.
+    """
+    try:
+        return _resume(job_dir, profile, batch, rows, attempt)
+    except OSError as e:
+        raise store_error(e, f"resume batch {batch.batch}") from e
+
+
+def _resume(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
+    records = fold(segments_by_batch(job_dir).get(batch.batch, []))
+    sizes: dict[tuple[int, int], int] = {}
+    adopted: list[RowRecord] = []
+    swept = 0
+    for found in _scan(job_dir, batch):
+        if found.is_temp:
+            remove(found.path)
+            swept += 1
+            continue
+        record = records.get(found.row)
+        if record is not None and record.generation >= found.generation:
+            sizes[found.row, found.generation] = found.size
+            if record.state == RowState.DONE.value or record.generation > found.generation:
+                continue
+        # A crash between link and ledger, or a commit that an earlier attempt did not live to record.
+        (row,) = rows.read(found.row, found.row + 1)
+        try:
+            adopted.append(check_sample(job_dir, profile, row, found.generation))
+            sizes[found.row, found.generation] = found.size
+            fsync_dir(found.path.parent)
+        except RowError as e:
+            log.warning("event=corrupt_file_removed row=%d batch=%d error=%s", found.row, batch.batch, e)
+            remove(found.path)
+    if adopted:
+        writer = LedgerWriter(job_dir, batch.batch, attempt)
+        try:
+            writer.append(adopted)
+        finally:
+            writer.close()
+        for record in adopted:
+            held = records.get(record.row)
+            if held is None or record.rank > held.rank:
+                records[record.row] = record
+    open_rows: dict[int, int] = {}
+    for number in range(batch.start, batch.stop):
+        record = records.get(number)
+        if record is None:
+            open_rows[number] = 0
+        elif record.state == RowState.DONE.value and sizes.get((number, record.generation)) != record.bytes:
+            log.warning("event=file_lost row=%d batch=%d path=%s", number, batch.batch, record.path)
+            remove(job_dir / record.path)
+            open_rows[number] = record.generation + 1
+            del records[number]
+    return Resumed(records=records, open_rows=open_rows, adopted=len(adopted), swept=swept)

@@ -1,0 +1,201 @@
+"""Verify: read every file of a job again and compare it with what was recorded when it was committed.
+
+Invariant: only reads; memory is that of a batch, and the list of problems is bounded while the counts are exact.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..contracts.errors import ErrorCode, StatetapError
+from ..contracts.layout import MANIFEST, folder
+from ..contracts.profile import CaptureProfile
+from ..contracts.records import Batch, RowRecord, RowState
+from ..contracts.tensors import BLOCK, parse_header, sample_header
+from .complete import load_completion
+from .fs import store_error
+from .jobs import load_job
+from .ledger import fold, segments_by_batch
+from .plan import read_plan
+from .rows import RowsFile
+from .sample import expected_header
+
+KEPT_PROBLEMS = 1_000
+_READ = 8 << 20  # bytes hashed at once: pages behind it can be reclaimed
+_SAMPLE = re.compile(r"data_(\d+)(\.g\d+)?\.safetensors")
+
+Progress = Callable[[int, int], None]
+"""Called with (files read, bytes read) after each batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    row: int
+    path: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """``problems`` keeps the first 1,000; ``counts`` (code -> files) is exact. ``extra``: sample files that no record names."""
+
+    rows: int
+    files: int
+    bytes: int
+    complete: bool
+    extra: int
+    problems: list[Problem] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.counts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def verify_job(job_dir: Path, rows_path: Path | None = None, *, threads: int = 2, progress: Progress | None = None) -> VerifyReport:
+    """Read every done row's file: size, header, whole-file xxh3. With ``rows_path``, the header against the row's own ids too.
+
+    An unfinished job is verified as far as it got; that is the problem ``incomplete`` with row -1. Raises StoreError where the job's
+    own files (job.json, plan, ledger) cannot be read.
+    """
+    try:
+        return _verify(job_dir, rows_path, threads, progress)
+    except OSError as e:
+        raise store_error(e, f"verify {job_dir.name}") from e
+
+
+def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progress | None) -> VerifyReport:
+    profile = load_job(job_dir).capture_profile
+    completion = load_completion(job_dir)
+    counts: Counter[str] = Counter()
+    problems: list[Problem] = []
+    rows = files = size = extra = 0
+
+    def note(problem: Problem) -> None:
+        counts[problem.code] += 1
+        if len(problems) < KEPT_PROBLEMS:
+            problems.append(problem)
+
+    if completion is not None and (problem := _check_manifest(job_dir, completion.manifest_xxh3)):
+        note(problem)
+    batches = read_plan(job_dir)
+    segments = segments_by_batch(job_dir)
+    source = RowsFile(rows_path) if rows_path else None
+    missing = 0
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="verify") as pool:
+        for batch in batches:
+            records = fold(segments.get(batch.batch, []))
+            done = [r for r in records.values() if r.state == RowState.DONE.value]
+            rows += batch.rows
+            missing += sum(row not in records for row in range(batch.start, batch.stop))
+            # The dataset is read here: its reader is not said to be safe for several threads.
+            headers = [_header_of(source, profile, r) for r in done]
+            for found in pool.map(lambda r, header: _check_file(job_dir, profile, r, header), done, headers):
+                if found is not None:
+                    note(found)
+            files += len(done)
+            size += sum(r.bytes for r in done)
+            extra += _extra_files(job_dir, batch, {r.path for r in done})
+            if progress is not None:
+                progress(files, size)
+    if completion is None:
+        note(
+            Problem(
+                row=-1,
+                path="",
+                code=ErrorCode.INCOMPLETE.value,
+                message=f"{job_dir.name} has no COMPLETE; {missing} of {rows} rows have no terminal state",
+            )
+        )
+    if source is not None:
+        source.close()
+    return VerifyReport(
+        rows=rows, files=files, bytes=size, complete=completion is not None, extra=extra, problems=problems, counts=dict(counts)
+    )
+
+
+def _hash(f: Any, size: int) -> str:
+    digest = xxhash.xxh3_64()
+    if size:
+        data = np.frombuffer(mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+        for at in range(0, size, _READ):
+            digest.update(data[at : at + _READ].data)
+    return digest.hexdigest()
+
+
+def _check_manifest(job_dir: Path, xxh3: str) -> Problem | None:
+    try:
+        with open(job_dir / MANIFEST, "rb") as f:
+            if _hash(f, os.fstat(f.fileno()).st_size) == xxh3:
+                return None
+    except FileNotFoundError:
+        return Problem(row=-1, path=MANIFEST, code=ErrorCode.FILE_MISSING.value, message=f"{MANIFEST} is not there")
+    return Problem(row=-1, path=MANIFEST, code=ErrorCode.FILE_CORRUPT.value, message=f"{MANIFEST} is not the one that COMPLETE names")
+
+
+def _header_of(source: RowsFile | None, profile: CaptureProfile, record: RowRecord) -> bytes | None:
+    """The header that the file must have, where the dataset is at hand."""
+    if source is None:
+        return None
+    (row,) = source.read(record.row, record.row + 1)
+    return expected_header(profile, row)
+
+
+def _check_file(job_dir: Path, profile: CaptureProfile, record: RowRecord, header: bytes | None) -> Problem | None:
+    def problem(code: ErrorCode, message: str) -> Problem:
+        return Problem(row=record.row, path=record.path, code=code.value, message=message)
+
+    try:
+        with open(job_dir / record.path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            if size != record.bytes:
+                return problem(ErrorCode.FILE_CORRUPT, f"{size} bytes, not {record.bytes}")
+            head = f.read(BLOCK)
+            xxh3 = _hash(f, size)
+    except FileNotFoundError:
+        return problem(ErrorCode.FILE_MISSING, "the file is not there")
+    except OSError as e:
+        return problem(ErrorCode.STORE_IO, f"cannot be read: {e.strerror}")
+    if xxh3 != record.xxh3:
+        return problem(ErrorCode.FILE_CORRUPT, f"xxh3 is {xxh3}, not {record.xxh3}")
+    if header is not None:
+        return None if head == header else problem(ErrorCode.FILE_CORRUPT, "the header is not that of this row of the dataset")
+    want = sample_header(profile, record.tokens, row=record.row, source_id="", ids_xxh3="", schema_version=0)
+    try:
+        if parse_header(head).tensors == want.tensors:
+            return None
+        return problem(ErrorCode.SHAPE_MISMATCH, f"the header is not that of {record.tokens} tokens of this profile")
+    except StatetapError as e:
+        return problem(e.code, e.message)
+
+
+def _extra_files(job_dir: Path, batch: Batch, named: set[str]) -> int:
+    """Sample files of the batch's rows that no done record names."""
+    return sum(path not in named for path in _sample_files(job_dir, batch))
+
+
+def _sample_files(job_dir: Path, batch: Batch) -> Iterator[str]:
+    for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
+        try:
+            entries = os.listdir(job_dir / name)
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            match = _SAMPLE.fullmatch(entry)
+            if match and batch.start <= int(match[1]) < batch.stop:
+                yield f"{name}/{entry}"

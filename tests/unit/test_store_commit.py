@@ -1,0 +1,254 @@
+"""Staging, the grouped commit and resuming: a file is whole or absent, the first commit wins, nothing finished is done again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import load_file
+
+from statetap.contracts.capture import new_lease
+from statetap.contracts.errors import ErrorCode, RowError
+from statetap.contracts.layout import TEMP_PREFIX
+from statetap.contracts.records import RowRecord
+from statetap.store import sample as sample_module
+from statetap.store.commit import Committer, Outcome
+from statetap.store.ledger import fold, segments_by_batch
+from statetap.store.resume import resume_batch
+from statetap.store.rows import Row, RowsFile
+from statetap.store.sample import SampleWriter, Staged, check_sample
+from tests.support.jobs import StateMaker, make_job, profile, sample_payload, token_rows
+
+
+class Bench:
+    """One batch of a job, and what an attempt at it needs."""
+
+    def __init__(self, tmp: Path, rows: Sequence[Sequence[int]], **kw: object) -> None:
+        self.profile = profile(dtype="F32", **kw)  # type: ignore[arg-type]
+        self.tap = tmp / "tap"
+        self.tap.mkdir()
+        self.job_dir, rows_path, (self.batch,) = make_job(tmp / "store", self.profile, rows)
+        self.source = RowsFile(rows_path)
+        self.maker = StateMaker(self.profile)
+
+    def row(self, n: int) -> Row:
+        (row,) = self.source.read(n, n + 1)
+        return row
+
+    def tap_file(self, n: int) -> Path:
+        path = self.tap / f"{n}.safetensors"
+        path.write_bytes(self.maker.tap_file(self.row(n).input_ids))
+        return path
+
+    def stage(self, n: int, attempt: str, generation: int = 0) -> Staged:
+        return SampleWriter(self.job_dir, self.profile, attempt).stage(self.row(n), generation, self.tap_file(n))
+
+    def commit(self, attempt: str, items: Sequence[Staged | RowRecord]) -> dict[int, Outcome]:
+        told: list[Outcome] = []
+        committer = Committer(self.job_dir, self.profile, 0, attempt, told.extend)
+        for item in items:
+            committer.submit(item)
+        committer.close()
+        assert len({o.row for o in told}) == len(told) == len(items)
+        return {o.row: o for o in told}
+
+    def ledger(self) -> dict[int, RowRecord]:
+        return fold(segments_by_batch(self.job_dir).get(0, []))
+
+    def temps(self) -> list[str]:
+        return [p.name for p in self.job_dir.rglob(f"{TEMP_PREFIX}*")]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, token_rows(6, 20))
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 500, 2047])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_committed_sample_holds_what_came_by_every_way_of_writing(
+    tmp_path: Path, tokens: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0)  # what a file system without it comes down to
+    bench = Bench(tmp_path, token_rows(1, tokens), hidden=96)
+    outcome = bench.commit(new_lease(), [bench.stage(0, new_lease())])[0]
+    assert outcome.record is not None and outcome.won
+    path = bench.job_dir / outcome.record.path
+    data = path.read_bytes()
+    row = bench.row(0)
+    assert len(data) == outcome.record.bytes and xxhash.xxh3_64_hexdigest(data) == outcome.record.xxh3
+    assert sample_payload(data, bench.profile, tokens) == b"".join(bench.maker.states(row.input_ids))
+    tensors = load_file(path)
+    assert tensors["aux_hidden_states"].shape == (tokens, 3 * 96)
+    assert np.array_equal(tensors["input_ids"], row.input_ids) and np.array_equal(tensors["loss_mask"], row.loss_mask)
+    assert bench.ledger()[0] == outcome.record
+    assert check_sample(bench.job_dir, bench.profile, row, 0).xxh3 == outcome.record.xxh3
+    assert bench.temps() == [] and os.listdir(bench.tap) == []
+
+
+def test_where_o_direct_is_refused_the_writer_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, token_rows(2, 600), hidden=96)
+    monkeypatch.setattr(sample_module, "BLOCK", sample_module.BLOCK)
+    real = os.pwritev
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    writer = SampleWriter(bench.job_dir, bench.profile, "a" * 16)
+    staged = writer.stage(bench.row(0), 0, bench.tap_file(0))
+    monkeypatch.setattr(os, "pwritev", real)
+    assert bench.commit("a" * 16, [staged])[0].won
+    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == staged.record.xxh3
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, token_rows(1, 600), hidden=96)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: real(fd, [memoryview(buffers[0])[:4096]], at))
+    staged = bench.stage(0, "a" * 16)
+    monkeypatch.setattr(os, "pwritev", real)
+    bench.commit("a" * 16, [staged])
+    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == staged.record.xxh3
+
+
+def test_bad_states_stage_nothing(bench: Bench) -> None:
+    path = bench.tap_file(0)
+    data = bytearray(path.read_bytes())
+    data[4096:4100] = np.float32(np.nan).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(RowError) as e:
+        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+    assert e.value.code is ErrorCode.NONFINITE_STATES
+    path.write_bytes(data[:5000])
+    with pytest.raises(RowError) as e:
+        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+    assert e.value.code is ErrorCode.SHAPE_MISMATCH and "5000 bytes" in e.value.message
+    path.unlink()
+    with pytest.raises(RowError) as e:
+        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+    assert e.value.code is ErrorCode.CAPTURE_INCOMPLETE
+    assert bench.temps() == []
+
+
+def test_rows_without_a_file_go_through_the_same_ledger(bench: Bench) -> None:
+    failed = RowRecord(row=1, state="failed", code="engine_rejected", message="no")
+    told = bench.commit("a" * 16, [bench.stage(0, "a" * 16), failed])
+    assert told[1].record == failed
+    assert {r: x.state for r, x in bench.ledger().items()} == {0: "done", 1: "failed"}
+
+
+def test_a_zombies_late_commit_is_discarded_and_writes_no_line(bench: Bench) -> None:
+    zombie = bench.stage(0, "a" * 16)
+    first = bench.commit("b" * 16, [bench.stage(0, "b" * 16)])[0]
+    inode = os.stat(bench.job_dir / zombie.record.path).st_ino
+    late = bench.commit("a" * 16, [zombie])[0]
+    assert not late.won and late.record == first.record
+    assert os.stat(bench.job_dir / zombie.record.path).st_ino == inode
+    assert len((bench.job_dir / "ledger").iterdir().__next__().read_text().splitlines()) == 1
+    assert len(list((bench.job_dir / "ledger").iterdir())) == 1
+    assert bench.temps() == []
+
+
+def test_a_zombie_whose_temp_was_swept_commits_nothing(bench: Bench) -> None:
+    zombie = bench.stage(0, "a" * 16)
+    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    assert resumed.swept == 1 and list(resumed.open_rows) == list(range(6))
+    late = bench.commit("a" * 16, [zombie])[0]
+    assert late.record is None and late.error is None and not late.won
+    assert bench.ledger() == {}
+
+
+def test_a_link_made_twice_counts_as_won(bench: Bench) -> None:
+    staged = bench.stage(0, "a" * 16)
+    os.link(staged.temp, staged.final)  # the reply of a first try was lost
+    assert bench.commit("a" * 16, [staged])[0].won
+    assert bench.ledger()[0] == staged.record
+
+
+def test_a_file_without_a_ledger_line_is_adopted_at_resume(bench: Bench) -> None:
+    staged = bench.stage(3, "a" * 16)
+    os.fsync(staged.fd)
+    os.close(staged.fd)
+    os.link(staged.temp, staged.final)  # and the worker died here
+    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    assert resumed.adopted == 1 and 3 not in resumed.open_rows
+    assert bench.ledger()[3].xxh3 == staged.record.xxh3 == xxhash.xxh3_64_hexdigest(staged.final.read_bytes())
+    assert bench.temps() == []
+
+
+@pytest.mark.parametrize("at", [100, 4200, -1, -30])
+def test_a_corrupt_file_without_a_ledger_line_is_removed_and_its_row_is_open(bench: Bench, at: int) -> None:
+    staged = bench.stage(3, "a" * 16)
+    os.close(staged.fd)
+    data = bytearray(staged.temp.read_bytes())
+    if at == 4200:
+        data[4200:4204] = np.float32(np.inf).tobytes()
+    else:
+        data[at] ^= 1
+    staged.final.write_bytes(data)
+    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    assert resumed.adopted == 0 and resumed.open_rows[3] == 0
+    assert not staged.final.exists()
+
+
+def test_a_corrupt_file_in_the_way_of_a_commit_is_replaced(bench: Bench) -> None:
+    staged = bench.stage(0, "a" * 16)
+    staged.final.write_bytes(b"half a fi")
+    assert bench.commit("a" * 16, [staged])[0].won
+    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == bench.ledger()[0].xxh3
+
+
+def test_a_whole_file_in_the_way_without_a_line_is_adopted(bench: Bench) -> None:
+    other = bench.stage(0, "b" * 16)
+    os.close(other.fd)
+    os.link(other.temp, other.final)
+    told = bench.commit("a" * 16, [bench.stage(0, "a" * 16)])[0]
+    assert told.record is not None and not told.won
+    assert bench.ledger()[0].xxh3 == other.record.xxh3
+
+
+def test_a_done_row_whose_file_is_gone_or_short_is_open_with_the_next_generation(bench: Bench) -> None:
+    bench.commit("a" * 16, [bench.stage(n, "a" * 16) for n in range(6)])
+    (bench.job_dir / bench.ledger()[2].path).unlink()
+    os.truncate(bench.job_dir / bench.ledger()[4].path, 4096)
+    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    assert resumed.open_rows == {2: 1, 4: 1}
+    told = bench.commit("b" * 16, [bench.stage(n, "b" * 16, generation=1) for n in (2, 4)])
+    assert told[2].won and bench.ledger()[2].path.endswith("data_2.g1.safetensors")
+    again = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "c" * 16)
+    assert again.open_rows == {} and again.adopted == 0
+
+
+def test_a_torn_last_ledger_line_only_costs_its_own_row(bench: Bench) -> None:
+    bench.commit("a" * 16, [bench.stage(n, "a" * 16) for n in range(3)])
+    segment = next((bench.job_dir / "ledger").iterdir())
+    segment.write_bytes(segment.read_bytes()[:-9])
+    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    assert resumed.adopted == 1  # its file was there and whole
+    assert list(resumed.open_rows) == [3, 4, 5]
+
+
+def test_a_file_beats_a_failure_of_the_same_generation(bench: Bench) -> None:
+    bench.commit("a" * 16, [RowRecord(row=0, state="failed", code="engine_timeout")])
+    bench.commit("b" * 16, [bench.stage(0, "b" * 16)])
+    assert bench.ledger()[0].state == "done"
+
+
+def test_when_the_ledger_cannot_be_written_no_row_is_told_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = bench.stage(0, "a" * 16)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    told = bench.commit("a" * 16, [staged])[0]
+    monkeypatch.undo()
+    assert told.record is None and told.error is not None and told.error.code is ErrorCode.STORE_FULL
+    assert bench.ledger() == {}
+    assert resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16).adopted == 1

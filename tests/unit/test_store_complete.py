@@ -1,0 +1,108 @@
+"""The end of a job and verify: COMPLETE only where all is there, and any damage afterwards is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from statetap.contracts.errors import ErrorCode, StoreError
+from statetap.contracts.records import RowRecord
+from statetap.store.commit import Committer, Outcome
+from statetap.store.complete import finish_job, load_completion
+from statetap.store.rows import RowsFile
+from statetap.store.sample import SampleWriter
+from statetap.store.verify import verify_job
+from tests.support.jobs import StateMaker, make_job, profile, token_rows
+
+P = profile()
+
+
+def run_job(tmp: Path, *, skip: int | None = None, rows: int = 30) -> tuple[Path, Path]:
+    """A job of three batches with a failed and a skipped row; ``skip``: a row that is left open."""
+    job_dir, rows_path, batches = make_job(tmp / "store", P, token_rows(rows, 10), batch_tokens=10 * rows // 3)
+    source, maker = RowsFile(rows_path), StateMaker(P)
+    assert len(batches) == 3
+    for batch in batches:
+        told: list[Outcome] = []
+        committer = Committer(job_dir, P, batch.batch, "a" * 16, told.extend)
+        writer = SampleWriter(job_dir, P, "a" * 16)
+        for row in source.read(batch.start, batch.stop):
+            if row.row == skip:
+                continue
+            if row.row == 3:
+                committer.submit(RowRecord(row=3, state="failed", code="engine_timeout", message="late"))
+            elif row.row == 25:
+                committer.submit(RowRecord(row=25, state="skipped", code="bad_row", message="no"))
+            else:
+                tap = tmp / "tap-file"
+                tap.write_bytes(maker.tap_file(row.input_ids))
+                committer.submit(writer.stage(row, 0, tap))
+        committer.close()
+    source.close()
+    return job_dir, rows_path
+
+
+def test_the_manifest_names_every_row_once_in_order_and_complete_sums_it_up(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path)
+    report = finish_job(job_dir, rows_path)
+    assert (report.rows, report.done, report.failed, report.skipped, report.tokens) == (30, 28, 1, 1, 280)
+    assert report.state == "completed_with_errors"
+    table = pq.read_table(job_dir / "manifest.parquet").to_pydict()
+    assert table["row"] == list(range(30)) and table["source_id"][7] == "id-7"
+    assert sum(table["bytes"]) == report.bytes == sum(os.path.getsize(p) for p in job_dir.rglob("data_*.safetensors"))
+    assert (table["code"][3], table["message"][25], table["path"][25]) == ("engine_timeout", "no", "")
+    assert finish_job(job_dir, rows_path) == report == load_completion(job_dir)
+    assert not list(job_dir.rglob(".tmp-*"))
+
+
+def test_an_open_row_is_incomplete_and_named(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path, skip=17)
+    with pytest.raises(StoreError, match="1 rows have no terminal state or no file: 17") as e:
+        finish_job(job_dir, rows_path)
+    assert e.value.code is ErrorCode.INCOMPLETE and e.value.detail == {"missing": 1, "rows": [17], "batches": [1]}
+    assert load_completion(job_dir) is None and not (job_dir / "manifest.parquet").exists()
+    assert not list(job_dir.rglob(".tmp-*"))
+    report = verify_job(job_dir, rows_path)
+    assert report.counts == {"incomplete": 1} and not report.complete and report.files == 27
+
+
+def test_a_file_that_went_missing_keeps_the_job_incomplete(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path)
+    (job_dir / "rows_0-2000/data_8.safetensors").unlink()
+    os.truncate(job_dir / "rows_0-2000/data_29.safetensors", 10)
+    with pytest.raises(StoreError) as e:
+        finish_job(job_dir, rows_path)
+    assert e.value.detail == {"missing": 2, "rows": [8, 29], "batches": [0, 2]}
+
+
+def test_verify_finds_a_flipped_bit_in_every_file(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path)
+    finish_job(job_dir, rows_path)
+    clean = verify_job(job_dir, rows_path)
+    assert clean.ok and clean.complete and (clean.rows, clean.files, clean.extra) == (30, 28, 0)
+    for n, path in enumerate(sorted(job_dir.rglob("data_*.safetensors"))):
+        data = bytearray(path.read_bytes())
+        data[n * 311 % len(data)] ^= 1 << n % 8
+        path.write_bytes(data)
+    seen: list[tuple[int, int]] = []
+    report = verify_job(job_dir, progress=lambda files, size: seen.append((files, size)))
+    assert report.counts == {"file_corrupt": 28} and len(report.problems) == 28
+    assert seen[-1] == (28, report.bytes)
+
+
+def test_verify_names_missing_extra_and_foreign_files(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path)
+    finish_job(job_dir, rows_path)
+    folder = job_dir / "rows_0-2000"
+    (folder / "data_0.safetensors").unlink()
+    (folder / "data_1.g1.safetensors").write_bytes(b"?")
+    os.replace(folder / "data_6.safetensors", folder / "data_5.safetensors")
+    with open(job_dir / "manifest.parquet", "ab") as f:
+        f.write(b"x")
+    report = verify_job(job_dir, rows_path)
+    found = {(p.row, p.code) for p in report.problems}
+    assert found == {(-1, "file_corrupt"), (0, "file_missing"), (5, "file_corrupt"), (6, "file_missing")}
+    assert report.extra == 1 and not report.ok
