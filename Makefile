@@ -20,7 +20,7 @@ $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml
 	@$(PIP) install -r requirements/torch.txt -c requirements/lock.txt 2>&1 | { grep -v 'is ignored: it is neither' || true; }
 	@$(PIP) install --no-deps -r requirements/lock.txt 2>&1 | { grep -v 'is ignored: it is neither' || true; }
 	@$(PIP) install --no-deps --no-build-isolation -e . 2>&1 | { grep -v 'is ignored: it is neither' || true; }
-	@$(PY) -c 'import torch, sglang, rq, redis, pyarrow, statetap'
+	@$(PY) -c 'from statetap.engine.cpu.boot import install; install(); import sglang, rq, redis, pyarrow'
 	@touch $(STAMP)
 
 demo: setup ## The main job: extract the example conversations through real SGLang, verify, compare with transformers

@@ -143,7 +143,14 @@ def make_job(
         bytes=sum(sample_bytes(profile, int(n)) for lengths in source.lengths() for n in lengths if n),
         batches=len(batches),
     )
-    report = DatasetStatus(dataset_id=dataset_id, state="ready", rows=source.rows, accepted=source.rows - len(errors or {}), tokens=tokens)
+    report = DatasetStatus(
+        dataset_id=dataset_id,
+        state="ready",
+        rows=source.rows,
+        accepted=source.rows - len(errors or {}),
+        tokens=tokens,
+        content_hash=spec.content_hash,
+    )
     (rows_path.parent / REPORT).write_bytes(to_json(report.to_dict()))
     source.close()
     return create_job(store, spec, batches), rows_path, batches
