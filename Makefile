@@ -33,11 +33,12 @@ test: setup check ## Everything that CI runs
 	@$(PY) -m pytest -q tests/e2e
 
 check: setup ## ruff, mypy, import-linter, deptry
-	@$(VENV)/bin/ruff format --check -q . || { echo "not formatted: run ruff format"; exit 1; }
-	@$(VENV)/bin/ruff check -q .
+	@$(VENV)/bin/ruff format --check -q services tests examples || { echo "not formatted: run ruff format"; exit 1; }
+	@$(VENV)/bin/ruff check -q services tests examples
 	@$(VENV)/bin/mypy --no-error-summary
-	@$(VENV)/bin/lint-imports --no-logo --no-cache > .import-linter.log 2>&1 || { cat .import-linter.log; exit 1; }
-	@$(VENV)/bin/deptry -q services
+	@$(VENV)/bin/lint-imports --no-logo --no-cache > $(VENV)/check.log 2>&1 || { cat $(VENV)/check.log; exit 1; }
+	@$(VENV)/bin/deptry services > $(VENV)/check.log 2>&1 || { cat $(VENV)/check.log; exit 1; }
+	@echo "check: ruff, mypy, import-linter and deptry found nothing"
 
 unit: setup ## Unit tests
 	@$(PY) -m pytest -q tests/unit

@@ -19,6 +19,7 @@ from .taps import ForwardPlan, Taps
 
 logger = logging.getLogger(__name__)
 
+DISTINCT = 3.0  # a shifted control must be so many times farther away than what it controls
 TOLERANCE = {"F32": 1e-5, "BF16": 2e-2, "F16": 5e-3}
 
 
@@ -73,16 +74,13 @@ class SelfCheck:
         n = plan.rows
         tolerance = TOLERANCE[profile.dtype]
         result: dict[str, Any] = {"tokens": n, "tolerance": tolerance, "boundaries": {}}
-        problems = []
+        problems, indistinct = [], []
         planes = {b: buffers[AUX][:, k * H : (k + 1) * H] for k, b in enumerate(profile.boundaries)}
         planes[profile.num_layers] = buffers[FINAL_PRE]
         order = sorted(planes)
         own = self._own(output, n)
-        if own is None and self._below and not self._allow_unchecked:
-            problems.append(
-                f"{type(self._taps.stack).__name__} offers no second way to read its states "
-                "(STATETAP_ENGINE_ALLOW_UNCHECKED=1 serves it all the same)"
-            )
+        if own is None and self._below:
+            indistinct.append(f"{type(self._taps.stack).__name__} offers no second way to read its states")
         for b, theirs in (own or {}).items():
             error = relative(planes[b], theirs)
             # The nearest other boundary that we hold: one layer off is the mistake that is made.
@@ -90,8 +88,8 @@ class SelfCheck:
             result["boundaries"][str(b)] = {"error": error, "shifted": control}
             if error > tolerance:
                 problems.append(f"boundary {b} differs from SGLang's own read by {error:.2g} (relative)")
-            if control <= max(tolerance, 3 * error):
-                problems.append(f"the shifted control of boundary {b} differs by {control:.2g} only")
+            if control <= DISTINCT * error or control == 0.0:
+                indistinct.append(f"the shifted control of boundary {b} differs by {control:.2g} only (the boundary by {error:.2g})")
         hidden = output[0] if isinstance(output, tuple) else output
         post = hidden.reshape(-1, H)[:n]
         error = relative(apply_norm(buffers[FINAL_PRE], self._taps.norm.weight.data, profile), post)
@@ -101,9 +99,12 @@ class SelfCheck:
         result["final"] = {"error": error, "shifted": control}
         if error > tolerance:
             problems.append(f"the final state, normed, differs from the model's output by {error:.2g} (relative)")
-        if control <= max(tolerance, 3 * error):
-            problems.append(f"the final state's shifted control differs by {control:.2g} only")
+        if control <= DISTINCT * error or control == 0.0:
+            indistinct.append(f"the shifted control of the final state differs by {control:.2g} only (the state by {error:.2g})")
         result["checked_by"] = "layers_to_capture" if own else "none"
+        if indistinct and not self._allow_unchecked:
+            problems += [*indistinct, "STATETAP_ENGINE_ALLOW_UNCHECKED=1 serves it all the same"]
+        result["indistinct"] = indistinct
         result["problems"] = problems
         result["ok"] = not problems
         self.result = result

@@ -50,7 +50,8 @@ class EngineSettings:
     cpu: bool = False
     """Real SGLang without a GPU (tests, demo)."""
     allow_unchecked: bool = False
-    """Serve although this architecture offers no second way to read its states for the self-check."""
+    """Serve although the self-check could not tell right from wrong: no second way to read the states, or (dummy weights) layers that
+    change next to nothing. A difference is refused all the same."""
 
     @classmethod
     def from_env(cls) -> EngineSettings:

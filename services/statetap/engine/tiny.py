@@ -65,7 +65,9 @@ def make_model(folder: Path, *, seed: int = 0) -> None:
     """Write config and fp32 weights to ``folder``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as hf_logging
 
+    hf_logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=64,
