@@ -90,17 +90,17 @@ def test_a_small_tap_only_makes_rows_wait(rig: Rig) -> None:
 def test_pause_stops_sending_and_hands_the_batch_back(rig: Rig) -> None:
     rig.start_engine(delay_ms=50)
     worker = rig.start_worker(STATETAP_WINDOW=2)
-    job = rig.make_job(token_rows(400, 5))
+    job = rig.make_job(token_rows(150, 5))
     job.give()
     eventually("some rows are committed", lambda: job.committed() > 10)
     rig.redis.set(keys.control(job.id), "pause")
     eventually("the batch is handed back", lambda: not job.outstanding(), 5)
     done = job.committed()
-    assert 10 < done < 400 and job.lease() is None
+    assert 10 < done < 150 and job.lease() is None
     assert rig.stats()["requests"] == done  # what was sent was committed
     rig.redis.set(keys.control(job.id), "run")
     job.give()
     job.wait_done()
-    assert rig.stats()["requests"] == 400
+    assert rig.stats()["requests"] == 150
     assert "reason=pause" in worker.log
-    assert job.finish().done == 400
+    assert job.finish().done == 150

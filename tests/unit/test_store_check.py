@@ -9,7 +9,7 @@ import xxhash
 from statetap.contracts.errors import ErrorCode, RowError
 from statetap.contracts.profile import CaptureProfile
 from statetap.contracts.tensors import AUX, BLOCK, tap_header
-from statetap.store.check import CHECK_BLOCK, check_ids, check_states, check_tap_file
+from statetap.store.check import CHECK_BLOCK, check_ids, check_states, check_tap_header
 from tests.support.jobs import StateMaker, profile
 
 WORD = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
@@ -24,7 +24,7 @@ def states(p: CaptureProfile, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def check(p: CaptureProfile, words: np.ndarray, tokens: int = len(IDS)) -> None:
-    check_states(p, tokens, words.view(np.uint8))
+    check_states(p, tokens, np.concatenate([np.zeros(BLOCK, np.uint8), words.view(np.uint8)]))
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
@@ -35,7 +35,7 @@ def test_good_states_pass_and_every_byte_is_hashed_in_order(dtype: str, final: s
     payload = states(p, ids).view(np.uint8)
     assert len(payload) > CHECK_BLOCK  # several blocks
     digest = xxhash.xxh3_64()
-    check_states(p, len(ids), payload, digest.update)
+    check_states(p, len(ids), np.concatenate([np.zeros(BLOCK, np.uint8), payload]), digest.update)
     assert digest.hexdigest() == xxhash.xxh3_64_hexdigest(payload.data)
 
 
@@ -100,7 +100,9 @@ def tap(p: CaptureProfile, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def check_tap(p: CaptureProfile, data: np.ndarray, ids: np.ndarray = IDS) -> None:
-    check_tap_file(tap_header(p, len(ids)), ids, data, len(data))
+    want = tap_header(p, len(ids))
+    check_tap_header(want, bytes(data[:BLOCK]), len(data))
+    check_ids(ids, data[want.tensors["input_ids"].start :])
 
 
 def test_a_right_tap_file_passes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,9 @@ import xxhash
 from safetensors.numpy import load_file
 
 from statetap.contracts.capture import new_lease
-from statetap.contracts.errors import ErrorCode, RowError
+from statetap.contracts.errors import ErrorCode, RowError, StoreError
 from statetap.contracts.layout import TEMP_PREFIX
 from statetap.contracts.records import RowRecord
-from statetap.store import sample as sample_module
 from statetap.store.commit import Committer, Outcome
 from statetap.store.ledger import fold, segments_by_batch
 from statetap.store.resume import resume_batch
@@ -68,13 +67,8 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, token_rows(6, 20))
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 500, 2047])
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_committed_sample_holds_what_came_by_every_way_of_writing(
-    tmp_path: Path, tokens: int, direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not direct:
-        monkeypatch.setattr(os, "O_DIRECT", 0)  # what a file system without it comes down to
+@pytest.mark.parametrize("tokens", [1, 20, 337, 338, 500, 4000])  # 337: the last that fits into one block
+def test_a_committed_sample_holds_what_came_whatever_its_size(tmp_path: Path, tokens: int) -> None:
     bench = Bench(tmp_path, token_rows(1, tokens), hidden=96)
     outcome = bench.commit(new_lease(), [bench.stage(0, new_lease())])[0]
     assert outcome.record is not None and outcome.won
@@ -91,30 +85,46 @@ def test_a_committed_sample_holds_what_came_by_every_way_of_writing(
     assert bench.temps() == [] and os.listdir(bench.tap) == []
 
 
-def test_where_o_direct_is_refused_the_writer_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, token_rows(2, 600), hidden=96)
-    monkeypatch.setattr(sample_module, "BLOCK", sample_module.BLOCK)
-    real = os.pwritev
-
-    def refuse(fd: int, buffers: list[memoryview], offset: int) -> int:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "pwritev", refuse)
-    writer = SampleWriter(bench.job_dir, bench.profile, "a" * 16)
-    staged = writer.stage(bench.row(0), 0, bench.tap_file(0))
-    monkeypatch.setattr(os, "pwritev", real)
-    assert bench.commit("a" * 16, [staged])[0].won
-    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == staged.record.xxh3
-
-
-def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, token_rows(1, 600), hidden=96)
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: real(fd, [memoryview(buffers[0])[:4096]], at))
-    staged = bench.stage(0, "a" * 16)
-    monkeypatch.setattr(os, "pwritev", real)
+@pytest.mark.parametrize("tokens", [20, 600])
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    bench = Bench(tmp_path, token_rows(1, tokens), hidden=96)
+    tap_file = bench.tap_file(0)
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, memoryview(data)[:5000]))
+    staged = SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, tap_file)
+    monkeypatch.setattr(os, "write", real)
     bench.commit("a" * 16, [staged])
     assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == staged.record.xxh3
+
+
+@pytest.mark.parametrize("tokens", [20, 600])
+@pytest.mark.parametrize("number, code", [(28, ErrorCode.STORE_FULL), (5, ErrorCode.STORE_IO)])
+def test_a_write_that_fails_at_any_call_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, number: int, code: ErrorCode
+) -> None:
+    bench = Bench(tmp_path, token_rows(1, tokens), hidden=96)
+    tap_file = bench.tap_file(0)
+    writer = SampleWriter(bench.job_dir, bench.profile, "a" * 16)
+    real = os.write
+    for nth in range(100):
+        calls = iter(range(nth))
+
+        def fail(fd: int, data: bytes, calls: Iterator[int] = calls) -> int:
+            if next(calls, None) is None:
+                raise OSError(number, os.strerror(number))
+            return real(fd, data)
+
+        monkeypatch.setattr(os, "write", fail)
+        try:
+            staged = writer.stage(bench.row(0), 0, tap_file)
+        except StoreError as e:
+            assert e.code is code and bench.temps() == []
+        else:
+            monkeypatch.setattr(os, "write", real)
+            assert bench.commit("a" * 16, [staged])[0].won
+            assert nth > (0 if tokens == 20 else 3)
+            return
+    raise AssertionError("it never met a run without an error")
 
 
 def test_bad_states_stage_nothing(bench: Bench) -> None:

@@ -7,6 +7,7 @@ with running jobs (docs/adr/0003).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
@@ -48,7 +49,7 @@ class CaptureProfile:
     plugin_version: str = ""
     protocol: int = PROTOCOL
 
-    @property
+    @functools.cached_property
     def profile_id(self) -> str:
         """16 hex digits over everything that changes what the files hold or mean."""
         identity = self.to_dict()

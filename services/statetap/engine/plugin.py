@@ -57,6 +57,7 @@ def _attach(runner: Any) -> None:
 
     from .channel import Sender
     from .model import capture_profile, decoder_stack
+    from .ring import Ring
     from .selfcheck import SelfCheck
     from .taps import Taps
     from .writer import Writers
@@ -67,8 +68,17 @@ def _attach(runner: Any) -> None:
     profile = capture_profile(runner, stack, settings)
     if _is_writing_rank():
         _Scheduler.sender = Sender(settings.notify)
-        _Scheduler.writers = Writers(settings.tap_dir, profile, _Scheduler.sender, threads=settings.writers, ring_bytes=settings.ring_bytes)
-    _Scheduler.taps = Taps(stack, profile, _Scheduler.writers)
+        _Scheduler.writers = Writers(settings.tap_dir, profile, _Scheduler.sender, threads=settings.writers)
+    ring = Ring(settings.ring_bytes)
+    chunk = max(int(getattr(runner.server_args, "chunked_prefill_size", 0) or 0), 0)
+    if 2 * chunk * profile.bytes_per_token > settings.ring_bytes:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"STATETAP_ENGINE_RING_BYTES={settings.ring_bytes} holds less than two forwards of {chunk} tokens of {profile.bytes_per_token} bytes",
+        )
+    if _Scheduler.writers is not None and str(runner.device).startswith("cuda"):
+        ring.memory()  # now, and not in the first forward
+    _Scheduler.taps = Taps(stack, profile, _Scheduler.writers, ring)
     _Scheduler.check = SelfCheck(_Scheduler.taps, allow_unchecked=settings.allow_unchecked)
     _Scheduler.check.arm()
     if _Scheduler.writers is not None:

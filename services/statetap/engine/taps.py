@@ -18,6 +18,7 @@ from ..contracts.errors import ErrorCode
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS
 from .model import final_norm
+from .ring import ALIGN, Region, Ring
 from .writer import Rows, Writers
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class ForwardPlan:
 class Taps:
     """Hooks on one model. ``writers`` is None on the ranks that do not write (they still take part in communication)."""
 
-    def __init__(self, stack: Any, profile: CaptureProfile, writers: Writers | None) -> None:
-        self.stack, self.profile, self.writers = stack, profile, writers
+    def __init__(self, stack: Any, profile: CaptureProfile, writers: Writers | None, ring: Ring) -> None:
+        self.stack, self.profile, self.writers, self._ring = stack, profile, writers, ring
         self.norm = final_norm(stack)
         self.num_layers, self.hidden = profile.num_layers, profile.hidden
         # Boundary L is read at the final norm whatever is kept: the self-check needs it, and it costs one copy.
@@ -98,28 +99,34 @@ class Taps:
         if self.profile.final not in ("pre", "both"):
             del buffers[FINAL_PRE]
         buffers[INPUT_IDS] = input_ids[: plan.rows].to(torch.int32)
-        host, ready = self._to_host(buffers)
+        region = self._ring.take(sum(-(-t.nbytes // ALIGN) * ALIGN for t in buffers.values()), len(plan.spans))
+        if region is None:
+            for span in plan.spans:
+                self.writers.fail(span.rid, ErrorCode.CAPTURE_BACKPRESSURE, "the ring between GPU and tap is full")
+            return
+        host, ready = self._to_host(buffers, region)
         for s in plan.spans:
             rows = {name: t[s.start : s.start + s.rows] for name, t in host.items()}
-            self.writers.put(Rows(rid=s.rid, total=s.total, position=s.position, planes=rows, ready=ready))
+            self.writers.put(Rows(rid=s.rid, total=s.total, position=s.position, planes=rows, region=region, ready=ready))
 
     def abandon(self) -> None:
         """The forward raised: its rows are nothing."""
         self._plan, self._buffers = None, {}
 
-    def _to_host(self, buffers: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+    def _to_host(self, buffers: dict[str, torch.Tensor], region: Region) -> tuple[dict[str, torch.Tensor], Any]:
+        """Copies on a side stream into the ring's region, and the event after which they are there; on the CPU the buffers as they are."""
         if next(iter(buffers.values())).device.type != "cuda":
             return buffers, None
+        memory, at, host = self._ring.memory(), region.start, {}
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         self._side_stream.wait_stream(torch.cuda.current_stream())
-        host = {}
         with torch.cuda.stream(self._side_stream):
             for name, t in buffers.items():
-                # torch's pinned allocator reuses blocks whose copies are done: a ring without one of our own
-                host[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+                host[name] = memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
                 host[name].copy_(t, non_blocking=True)
                 t.record_stream(self._side_stream)  # the forward stream must not reuse it before the copy
+                at += -(-t.nbytes // ALIGN) * ALIGN
             ready = torch.cuda.Event()
             ready.record(self._side_stream)
         return host, ready

@@ -21,6 +21,7 @@ from ..contracts.errors import ErrorCode, StatetapError
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import INPUT_IDS, Header, tap_header
 from .channel import Sender
+from .ring import Region
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,8 @@ class Rows:
     total: int
     position: int
     planes: dict[str, torch.Tensor]
+    region: Region  # of the ring; given back when these rows are written or given up
     ready: Any = None  # CUDA event after which the host copies are there
-    nbytes: int = 0
 
 
 @dataclass(kw_only=True)
@@ -59,40 +60,17 @@ class _Open:
         return end
 
 
-class Budget:
-    """Captured bytes that wait for a writer. Never blocks: the scheduler must not stall."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._used, self._lock = limit, 0, threading.Lock()
-
-    def take(self, n: int) -> bool:
-        with self._lock:
-            if self._used and self._used + n > self._limit:
-                return False
-            self._used += n
-            return True
-
-    def give(self, n: int) -> None:
-        with self._lock:
-            self._used -= n
-
-
 class Writers:
     """The threads, and the way to them."""
 
-    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, *, threads: int, ring_bytes: int) -> None:
-        self._budget = Budget(ring_bytes)
-        self._threads = [_Writer(tap, profile, sender, self._budget, i) for i in range(threads)]
+    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, *, threads: int) -> None:
+        self._threads = [_Writer(tap, profile, sender, i) for i in range(threads)]
         for t in self._threads:
             t.start()
 
     def put(self, rows: Rows) -> None:
-        """Hand over rows; fails the request with ``capture_backpressure`` where the ring is full."""
-        rows.nbytes = sum(t.numel() * t.element_size() for t in rows.planes.values())
-        if self._budget.take(rows.nbytes):
-            self._of(rows.rid).jobs.put(("rows", rows))
-        else:
-            self.fail(rows.rid, ErrorCode.CAPTURE_BACKPRESSURE, "the ring between GPU and tap is full")
+        """Hand over rows, in the order of their positions for each request."""
+        self._of(rows.rid).jobs.put(("rows", rows))
 
     def fail(self, rid: str, code: ErrorCode, message: str) -> None:
         self._of(rid).jobs.put(("fail", rid, code, message))
@@ -110,10 +88,10 @@ class Writers:
 
 
 class _Writer(threading.Thread):
-    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, budget: Budget, index: int) -> None:
+    def __init__(self, tap: Path, profile: CaptureProfile, sender: Sender, index: int) -> None:
         super().__init__(daemon=True, name=f"statetap-writer-{index}")
-        self._tap, self._profile, self._sender, self._budget = tap, profile, sender, budget
-        self.jobs: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()  # bounded by the budget
+        self._tap, self._profile, self._sender = tap, profile, sender
+        self.jobs: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()  # bounded by the ring
         self._open: dict[str, _Open] = {}
         self._closed: OrderedDict[str, bool] = OrderedDict()  # rid -> was it dropped (True: say nothing of late rows)
 
@@ -153,7 +131,7 @@ class _Writer(threading.Thread):
                     f"the prompt is complete, but only [0, {entry.covered}) of {rows.total} was computed (prefix cache?)",
                 )
         finally:
-            self._budget.give(rows.nbytes)
+            rows.region.done()
 
     def _begin(self, rows: Rows) -> _Open:
         header = tap_header(self._profile, rows.total)

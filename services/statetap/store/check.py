@@ -6,7 +6,8 @@ Numpy's reductions over blocks of half a MiB run at about 8 GB/s a thread; torch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from ..contracts.errors import ErrorCode, RowError, StatetapError
 from ..contracts.profile import ITEM_SIZES, CaptureProfile
-from ..contracts.tensors import AUX, BLOCK, INPUT_IDS, Header, parse_header, state_planes
+from ..contracts.tensors import AUX, BLOCK, Header, parse_header, state_planes
 
 Bytes = npt.NDArray[np.uint8]
 Update = Callable[[Any], object]
@@ -30,42 +31,84 @@ _WORDS: dict[str, tuple[Any, Any, int, int]] = {
 }
 
 
-def check_states(profile: CaptureProfile, num_tokens: int, payload: Bytes, update: Update | None = None) -> None:
-    """Look at all states of a row. ``payload`` is their bytes in file order, ``num_tokens`` x bytes_per_token of them.
+@dataclass(frozen=True, kw_only=True)
+class StateBlock:
+    """Whole tokens of one tensor: bytes [start, stop) of the file, from ``token`` on, ``width`` planes a token."""
 
-    Each block is given to ``update`` first. A row may be zero at boundary 0 (a padding token's embedding); a whole plane may not.
+    name: str
+    width: int
+    token: int
+    start: int
+    stop: int
+
+
+class StateChecker:
+    """Looks at the states of one row, block by block: give each of :meth:`blocks` to :meth:`look`, then call :meth:`finish`.
+
+    A row may be zero at boundary 0 (a padding token's embedding); a whole plane may not.
+    """
+
+    def __init__(self, profile: CaptureProfile, num_tokens: int) -> None:
+        self._profile = profile
+        self._num_tokens = num_tokens
+        self._zero_rows: dict[str, int] = {}
+
+    def blocks(self) -> Iterator[StateBlock]:
+        """All states in file order, in blocks of :data:`CHECK_BLOCK` bytes, or of one token where that is more."""
+        at = BLOCK
+        for name, width in state_planes(self._profile):
+            token_bytes = width * self._profile.hidden * ITEM_SIZES[self._profile.dtype]
+            step = max(1, CHECK_BLOCK // token_bytes)
+            for token in range(0, self._num_tokens, step):
+                size = min(step, self._num_tokens - token) * token_bytes
+                yield StateBlock(name=name, width=width, token=token, start=at, stop=at + size)
+                at += size
+
+    def look(self, block: StateBlock, data: Bytes) -> None:
+        """Raises RowError ``nonfinite_states`` or ``zero_states``, naming plane and token."""
+        unsigned, signed, sign, exponent = _WORDS[self._profile.dtype]
+        rows = data.view(unsigned).reshape(-1, self._profile.hidden)  # [tokens * width, H]: a row a token and plane
+        # Two maxima see every value without a copy: among unsigned words the largest negative value is the maximum,
+        # among signed words the largest positive one.
+        if rows.max() >= sign | exponent or rows.view(signed).max() >= exponent:
+            bad = ((rows & exponent) == exponent).any(axis=1)
+            place, token = self._place(block, int(bad.argmax()))
+            raise RowError(ErrorCode.NONFINITE_STATES, f"{place}: token {token} has a value that is not finite")
+        for row in _zero_rows(rows, sign - 1):
+            place, token = self._place(block, row)
+            if place != "boundary 0":
+                raise RowError(ErrorCode.ZERO_STATES, f"{place}: all {self._profile.hidden} values of token {token} are zero")
+            self._zero_rows[place] = self._zero_rows.get(place, 0) + 1
+
+    def finish(self) -> None:
+        """Raises RowError ``zero_states`` for a plane of zeros."""
+        for place, count in self._zero_rows.items():
+            if count == self._num_tokens:
+                raise RowError(ErrorCode.ZERO_STATES, f"{place}: all {count} tokens are zero")
+
+    def _place(self, block: StateBlock, row: int) -> tuple[str, int]:
+        token, plane = divmod(row, block.width)
+        return (f"boundary {self._profile.boundaries[plane]}" if block.name == AUX else block.name), block.token + token
+
+
+def check_states(profile: CaptureProfile, num_tokens: int, data: Bytes, update: Update | None = None) -> None:
+    """All states of a row at once; ``data`` is the whole file (or its head up to the ids). Each block is given to ``update`` first.
 
     Raises:
-        RowError: ``nonfinite_states`` or ``zero_states``, naming plane and token.
+        RowError: ``nonfinite_states`` or ``zero_states``.
     """
-    unsigned, signed, sign, exponent = _WORDS[profile.dtype]
-    H = profile.hidden
-    at = 0
-    for name, width in state_planes(profile):
-        stop = at + num_tokens * width * H * ITEM_SIZES[profile.dtype]
-        rows = payload[at:stop].view(unsigned).reshape(num_tokens * width, H)  # [T * width, H]: one row a token and plane
-        at = stop
-        places = [f"boundary {b}" for b in profile.boundaries] if name == AUX else [name]
-        zero_rows = [0] * width
-        step = max(1, CHECK_BLOCK // (width * H * ITEM_SIZES[profile.dtype])) * width
-        for start in range(0, len(rows), step):
-            block = rows[start : start + step]
-            if update is not None:
-                update(block)
-            # Two maxima see every value without a copy: among unsigned words the largest negative value is the maximum,
-            # among signed words the largest positive one.
-            if block.max() >= sign | exponent or block.view(signed).max() >= exponent:
-                bad = ((block & exponent) == exponent).any(axis=1)
-                token, plane = divmod(start + int(bad.argmax()), width)
-                raise RowError(ErrorCode.NONFINITE_STATES, f"{places[plane]}: token {token} has a value that is not finite")
-            for row in _zero_rows(block, sign - 1):
-                token, plane = divmod(start + row, width)
-                if places[plane] != "boundary 0":
-                    raise RowError(ErrorCode.ZERO_STATES, f"{places[plane]}: all {H} values of token {token} are zero")
-                zero_rows[plane] += 1
-        for plane, count in enumerate(zero_rows):
-            if count == num_tokens:
-                raise RowError(ErrorCode.ZERO_STATES, f"{places[plane]}: all {num_tokens} tokens are zero")
+    checker = StateChecker(profile, num_tokens)
+    for block in checker.blocks():
+        view = data[block.start : block.stop]
+        if update is not None:
+            update(view.data)
+        checker.look(block, view)
+    checker.finish()
+
+
+def largest_block(profile: CaptureProfile) -> int:
+    """Bytes of the largest block of a row of this profile."""
+    return max(CHECK_BLOCK, max(width for _, width in state_planes(profile)) * profile.hidden * ITEM_SIZES[profile.dtype])
 
 
 def _zero_rows(block: npt.NDArray[Any], magnitude: int) -> list[int]:
@@ -77,17 +120,15 @@ def _zero_rows(block: npt.NDArray[Any], magnitude: int) -> list[int]:
     return candidates[~(block[candidates] & magnitude).any(axis=1)].tolist()
 
 
-def check_tap_file(want: Header, ids: npt.NDArray[np.int32], data: Bytes, size: int) -> None:
-    """Header and token ids of a tap file of ``size`` bytes. ``data`` is all of it, or its first block where the size is wrong.
-
-    The states are :func:`check_states`'s.
+def check_tap_header(want: Header, head: bytes, size: int) -> None:
+    """``head`` is the first block of a tap file of ``size`` bytes.
 
     Raises:
-        RowError: ``shape_mismatch`` or ``token_mismatch``, naming what differs.
+        RowError: ``shape_mismatch``, naming what differs.
     """
-    if bytes(data[:BLOCK]) != want.encode():
+    if head != want.encode():
         try:
-            got = parse_header(bytes(data[:BLOCK]))
+            got = parse_header(head)
         except StatetapError as e:
             raise RowError(e.code, f"tap file: {e.message}") from e
         for name, tensor in want.tensors.items():
@@ -102,7 +143,6 @@ def check_tap_file(want: Header, ids: npt.NDArray[np.int32], data: Bytes, size: 
             raise RowError(ErrorCode.SHAPE_MISMATCH, f"tap file: {sorted(got.tensors)} of {got.metadata}, not {want.metadata}")
     if size != want.size:
         raise RowError(ErrorCode.SHAPE_MISMATCH, f"tap file: {size} bytes, not {want.size}")
-    check_ids(ids, data[want.tensors[INPUT_IDS].start : want.size])
 
 
 def check_ids(ids: npt.NDArray[np.int32], raw: Bytes) -> None:

@@ -21,7 +21,7 @@ _DEFAULTS = {k: v for k, v in RowRecord(row=0, state="done").to_dict().items() i
 
 def encode(record: RowRecord) -> bytes:
     """One line; fields at their default are left out."""
-    data = {k: v for k, v in record.to_dict().items() if k in ("row", "state") or v != _DEFAULTS[k]}
+    data = {k: v for k, v in vars(record).items() if k in ("row", "state") or v != _DEFAULTS[k]}
     return json.dumps(data, separators=(",", ":")).encode() + b"\n"
 
 

@@ -37,5 +37,7 @@ class WorkerSettings(BaseSettings):
     drain_s: float = Field(
         default=20.0, gt=0, description="Seconds after SIGTERM in which prefills in flight may end; then they are aborted and stay open."
     )
-    write_threads: int = Field(default=4, ge=1, description="Threads that check and write samples.")
+    write_threads: int = Field(
+        default=2, ge=1, description="Threads that check and write samples: one checks while one writes; more only wait for the disk."
+    )
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="Least level of events that are logged.")

@@ -24,9 +24,9 @@ class _Loader(importlib.abc.Loader):
 
             init = module.Taps.__init__
 
-            def shifted(self, stack, profile, writers):
+            def shifted(self, stack, profile, *args):
                 layers = stack.layers
-                init(self, stack, profile, writers)
+                init(self, stack, profile, *args)
                 for layer in layers:  # every tap sits one layer too late
                     layer._forward_pre_hooks.clear()
                 for b in profile.boundaries:

@@ -1,0 +1,95 @@
+"""``python -m tests.bench.bench [--short] [--only NAME]``: the project's figures, one JSON object a figure on stdout.
+
+Everything runs as real processes on a real disk (``$STATETAP_BENCH_DIR``, else ``.statetap/`` here) and a private tap in /dev/shm;
+all of it is removed and ended at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.bench import commit_bench, stack_bench
+
+Figure = tuple[str, float, str, str]  # name, value, unit, note
+
+
+def commit(folder: Path, short: bool) -> Iterator[Figure]:
+    value, note = commit_bench.commit_over_copy(folder, 5 if short else 9)
+    yield "bench.commit_over_copy", value, "ratio", note
+
+
+def rows(folder: Path, short: bool) -> Iterator[Figure]:
+    rate, fsyncs, note = stack_bench.rows_per_s(folder, 2_000 if short else 8_000)
+    yield "bench.rows_per_s", rate, "rows/s", note
+    yield (
+        "bench.fsyncs_per_row",
+        fsyncs,
+        "calls/row",
+        "os.fsync and os.fdatasync of both workers' batches, wrapped and counted; same run as bench.rows_per_s",
+    )
+
+
+def ingest(folder: Path, short: bool) -> Iterator[Figure]:
+    peak, flat, note = stack_bench.ingest_rss(folder, 10_000 if short else 100_000)
+    yield "bench.ingest_rss_mib", peak, "MiB", note
+    yield "bench.ingest_rss_flatness", flat, "ratio", "that peak over the peak at a tenth of the rows"
+
+
+def prefill(folder: Path, short: bool) -> Iterator[Figure]:
+    seconds, note = stack_bench.submit_to_prefill(folder, 2 if short else 5)
+    yield "bench.submit_to_prefill_s", seconds, "s", note
+
+
+FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {"commit": commit, "rows": rows, "ingest": ingest, "prefill": prefill}
+
+
+def machine() -> str:
+    """This machine in words, without its name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, Linux {platform.release().split('-')[0]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", default=os.environ.get("SHORT") == "1", help="smaller sizes, for CI")
+    parser.add_argument("--only", choices=FIGURES, action="append", help="only these figures")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is ended and removed then too
+    base = Path(os.environ.get("STATETAP_BENCH_DIR", ".statetap"))
+    base.mkdir(parents=True, exist_ok=True)
+    command = f"python -m tests.bench.bench{' --short' if args.short else ''}"
+    for name in args.only or FIGURES:
+        folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=base)).resolve()
+        try:
+            for figure, value, unit, note in FIGURES[name](folder, args.short):
+                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                record = {
+                    "name": figure,
+                    "value": round(value, 3),
+                    "unit": unit,
+                    "command": command,
+                    "date": now,
+                    "machine": machine(),
+                    "note": note,
+                }
+                print(json.dumps(record), flush=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""A stub engine for bench and fault tests: speaks the protocol of contracts/capture.py and writes right tap files, without a model.
+
+States are pseudo-random, finite, without zeros, and the same for the same ids. Faults are made on purpose with ``--fault``:
+``KIND@token=ID`` (every prompt that has this id), ``KIND@n=N`` (the Nth prefill, from 1) or ``KIND@all``, each with ``:TIMES`` to
+end after so many. Kinds: nan, zeros, ids, shape, missing, hang, slow, drop, exit, 500, 503, 400, toolong, nocapture, protocol, or
+``error-CODE`` for a capture error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+from safetensors.numpy import save_file
+
+from statetap.contracts.capture import NORM_FILE, READY_FILE, CaptureReply, lease_of
+from statetap.contracts.profile import CaptureProfile
+from statetap.contracts.tensors import tap_header
+from tests.support.jobs import StateMaker, profile, ready
+
+_FAULT = re.compile(r"(?P<kind>[\w-]+)@(?:token=(?P<token>\d+)|n=(?P<n>\d+)|all)(?::(?P<times>\d+))?")
+_NOT_FINITE = {"BF16": b"\x80\x7f", "F16": b"\x00\x7c", "F32": b"\x00\x00\x80\x7f"}
+
+
+@dataclass
+class Fault:
+    kind: str
+    token: int | None
+    n: int | None
+    left: int
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        match = _FAULT.fullmatch(text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not KIND@token=ID|n=N|all[:TIMES]")
+        token, n = (int(match[k]) if match[k] else None for k in ("token", "n"))
+        return cls(kind=match["kind"], token=token, n=n, left=int(match["times"] or 1 << 60))
+
+    def hits(self, count: int, ids: list[int]) -> bool:
+        if self.left < 1 or (self.n is not None and self.n != count) or (self.token is not None and self.token not in ids):
+            return False
+        self.left -= 1
+        return True
+
+
+class StubEngine:
+    def __init__(self, tap: Path, profile: CaptureProfile, delay_s: float, faults: list[Fault]) -> None:
+        self._tap = tap
+        self._profile = profile
+        self._maker = StateMaker(profile)
+        self._delay_s = delay_s
+        self._faults = faults
+        self._count = 0
+        self._first_at = 0.0
+        self._inflight = self._most_inflight = 0
+        self._rows: collections.Counter[int] = collections.Counter()
+        self._aborts = 0
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        rid, ids = body["rid"], body["input_ids"]
+        assert set(body) == {"rid", "input_ids", "sampling_params"} and body["sampling_params"] == {"max_new_tokens": 0, "temperature": 0}
+        lease = lease_of(rid)
+        assert lease is not None
+        self._count += 1
+        number = self._count
+        self._first_at = self._first_at or time.time()
+        self._rows[int(rid.split("-")[2])] += 1
+        self._inflight += 1
+        self._most_inflight = max(self._most_inflight, self._inflight)
+        try:
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s)
+            kind = next((f.kind for f in self._faults if f.hits(number, ids)), "")
+            if early := await self._fail_early(kind, request):
+                return early
+            path = self._tap / lease / f"{rid}.safetensors"
+            if not path.parent.is_dir():
+                return _error(400, f"capture: there is no lease folder {lease} in the tap")
+            self._write(path, np.array(ids, np.int32), kind)
+            reply = CaptureReply(status="ok", path=f"{lease}/{path.name}", rows=len(ids)).to_dict()
+            if kind == "protocol":
+                reply["protocol"] = 99
+            meta = {"id": rid, "prompt_tokens": len(ids)}
+            return web.json_response({"text": "", "meta_info": meta if kind == "nocapture" else {**meta, "capture": reply}})
+        finally:
+            self._inflight -= 1
+
+    async def _fail_early(self, kind: str, request: web.Request) -> web.Response | None:
+        if kind == "exit":
+            os._exit(9)
+        if kind == "hang":
+            await asyncio.sleep(3600)
+        if kind == "slow":
+            await asyncio.sleep(2)
+        if kind == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+        if kind in ("400", "500", "503"):
+            return _error(int(kind), f"made to answer {kind}")
+        if kind == "toolong":
+            return _error(400, "The input (10 tokens) is longer than the model's context length (5 tokens).")
+        if kind.startswith("error-"):
+            reply = CaptureReply(status="error", code=kind.removeprefix("error-"), message="made to fail")
+            return web.json_response({"text": "", "meta_info": {"capture": reply.to_dict()}})
+        return None
+
+    def _write(self, path: Path, ids: np.ndarray, kind: str) -> None:
+        if kind == "shape":
+            ids = ids[:-1]
+        header = tap_header(self._profile, len(ids))
+        payload: list[bytes | memoryview] = list(self._maker.states(ids))
+        if kind == "zeros":
+            payload = [bytes(len(ids) * self._profile.bytes_per_token)]
+        if kind == "nan":
+            payload[0] = _NOT_FINITE[self._profile.dtype] + bytes(payload[0])[len(_NOT_FINITE[self._profile.dtype]) :]
+        if kind == "ids":
+            ids = ids + 1
+        if kind == "missing":
+            return
+        part = path.with_suffix(".tmp")
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            written = os.writev(fd, [header.encode(), *payload, ids.tobytes()])
+        finally:
+            os.close(fd)
+        assert written == header.size
+        os.rename(part, path)
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self._aborts += 1
+        return web.Response()
+
+    async def stats(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "requests": self._count,
+                "first_at": self._first_at,
+                "rows": self._rows,
+                "most_inflight": self._most_inflight,
+                "aborts": self._aborts,
+            }
+        )
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+async def serve(args: argparse.Namespace) -> None:
+    p = profile(
+        hidden=args.hidden,
+        layers=args.layers,
+        boundaries=[int(b) for b in args.boundaries.split(",")],
+        final=args.final,
+        dtype=args.dtype,
+        max_length=args.max_length,
+    )
+    engine = StubEngine(args.tap, p, args.delay_ms / 1000, args.fault)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", engine.generate)
+    app.router.add_get("/health", engine.health)
+    app.router.add_post("/abort_request", engine.abort)
+    app.router.add_get("/stats", engine.stats)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", args.port)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    args.tap.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": np.ones(args.hidden, np.float32)}, args.tap / NORM_FILE)
+    for path, data in ((args.tap / READY_FILE, ready(p, pid=os.getpid())), (args.port_file, str(port).encode())):
+        part = path.with_name(f".{path.name}")
+        part.write_bytes(data)
+        part.replace(path)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tap", type=Path, required=True)
+    parser.add_argument("--port-file", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--boundaries", default="2,4,5")
+    parser.add_argument("--final", default="pre")
+    parser.add_argument("--dtype", default="BF16")
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--fault", type=Fault.parse, action="append", default=[])
+    try:
+        asyncio.run(serve(parser.parse_args()))
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    main()
