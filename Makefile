@@ -55,5 +55,10 @@ e2e: setup ## The whole stack by its command line
 bench: setup ## What our own layers cost; SHORT=1 for a short form (one JSON object a figure)
 	@$(PY) -m tests.bench.bench $(if $(SHORT),--short,)
 
+figures: setup ## Measure the demo and the bench again and write docs/figures.json
+	@$(PY) examples/demo.py --figures > $(VENV)/figures.log || { cat $(VENV)/figures.log; exit 1; }
+	@$(PY) -m tests.bench.bench >> $(VENV)/figures.log
+	@$(PY) -m tests.support.figures < $(VENV)/figures.log
+
 clean: ## Remove .venv and everything that demo and bench made
 	rm -rf $(VENV) .statetap

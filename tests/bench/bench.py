@@ -7,10 +7,7 @@ all of it is removed and ended at the end.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -18,9 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 from tests.bench import commit_bench, stack_bench
+from tests.support.figures import print_figure
 
 Figure = tuple[str, float, str, str]  # name, value, unit, note
 
@@ -55,13 +51,6 @@ def prefill(folder: Path, short: bool) -> Iterator[Figure]:
 FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {"commit": commit, "rows": rows, "ingest": ingest, "prefill": prefill}
 
 
-def machine() -> str:
-    """This machine in words, without its name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, Linux {platform.release().split('-')[0]}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", default=os.environ.get("SHORT") == "1", help="smaller sizes, for CI")
@@ -75,17 +64,7 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=base)).resolve()
         try:
             for figure, value, unit, note in FIGURES[name](folder, args.short):
-                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                record = {
-                    "name": figure,
-                    "value": round(value, 3),
-                    "unit": unit,
-                    "command": command,
-                    "date": now,
-                    "machine": machine(),
-                    "note": note,
-                }
-                print(json.dumps(record), flush=True)
+                print_figure(figure, round(value, 3), unit, command, note)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return 0

@@ -78,7 +78,7 @@ def one(up: Up, data: Path, tokenizer: Path) -> bool:
     )
     note = f"{rows['done']} done + {rows['failed']} failed + {rows['skipped']} skipped = {rows['total']} rows, {job['tokens']['done']} tokens, {job['state']}"
     stem = data.stem.split(".")[0]
-    command = "python -m tests.bench.real_data DATA"
+    command = f"python -m tests.bench.real_data {data.name}"
     for name, value, unit in [
         ("rows_per_s", rows["done"] / seconds, "rows/s"),
         ("tok_per_s", job["tokens"]["done"] / seconds, "tokens/s"),

@@ -71,7 +71,7 @@ def rows_per_s(folder: Path, rows: int) -> tuple[float, float, str]:
 def ingest_rss(folder: Path, rows: int) -> tuple[float, float, str]:
     """(peak MiB of coordinator + ingestion at ``rows`` rows of 2,000 tokens, that over the peak at a tenth, how)."""
     peaks = {n: _ingest_peak(folder / str(n), n) for n in (rows // 10, rows)}
-    note = f"sum of PSS of coordinator, ingestion and its horse, sampled each 20 ms; {rows // 10} rows: {peaks[rows // 10]:.0f} MiB"
+    note = f"sum of RSS of coordinator, ingestion and its horse (pages they share counted each time), sampled each 20 ms; {rows // 10} rows: {peaks[rows // 10]:.0f} MiB"
     return peaks[rows], peaks[rows] / peaks[rows // 10], note
 
 
@@ -87,7 +87,7 @@ def _ingest_peak(folder: Path, rows: int) -> float:
                 f.write(lines[n % 50])
         coordinator, url = start_coordinator(rig)
         ingestion = rig.start_worker("ingestion", module="statetap.datasets")
-        with peak_pss(coordinator.pid, ingestion.pid) as peak:
+        with peak_rss(coordinator.pid, ingestion.pid) as peak:
             made = call(f"{url}/v1/datasets", {"path": str(source), "format": "tokenized", "name": "bench"})
             state: dict[str, Any] = {}
 
@@ -103,8 +103,8 @@ def _ingest_peak(folder: Path, rows: int) -> float:
 
 
 @contextmanager
-def peak_pss(*pids: int) -> Iterator[list[float]]:
-    """The highest sum of the PSS of these processes and all their children, in bytes, as the list's one item."""
+def peak_rss(*pids: int) -> Iterator[list[float]]:
+    """The highest sum of the RSS of these processes and all their children, in bytes, as the list's one item."""
     peak, stop = [0.0], threading.Event()
 
     def watch() -> None:
@@ -113,7 +113,7 @@ def peak_pss(*pids: int) -> Iterator[list[float]]:
             for pid in pids:
                 try:
                     parent = psutil.Process(pid)
-                    total += sum(p.memory_full_info().pss for p in (parent, *parent.children(recursive=True)))
+                    total += sum(p.memory_info().rss for p in (parent, *parent.children(recursive=True)))
                 except (psutil.NoSuchProcess, psutil.ZombieProcess):
                     continue
             peak[0] = max(peak[0], total)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -18,8 +19,10 @@ KEYS = ("name", "value", "unit", "command", "date", "machine", "note")
 
 def machine() -> str:
     """This machine in words."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, no GPU, Linux"
+    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU, Linux {platform.release().split('-')[0]}"
 
 
 def figure(name: str, value: float, unit: str, command: str, note: str = "") -> dict[str, Any]:
@@ -46,5 +49,46 @@ def merge(lines: list[dict[str, Any]]) -> None:
     FIGURES.write_text(json.dumps([have[n] for n in sorted(have)], indent=1, ensure_ascii=False) + "\n")
 
 
+README = FIGURES.parents[1] / "README.md"
+BEGIN, END = "<!-- figures: written by python -m tests.support.figures -->", "<!-- end of figures -->"
+
+DATASETS = {"sharegpt_multiturn": "ShareGPT, 500 conversations", "gsm8k_messages": "GSM8K, 7,473 questions"}
+ROWS = [
+    ("bench.commit_over_copy", "bytes committed (checked, hashed, durable) over a plain read-write-fsync copy", ">= 0.9"),
+    ("bench.rows_per_s", "rows/s at 64 KiB a row, 2 workers, everything durable", ">= 400"),
+    ("bench.fsyncs_per_row", "fsync and fdatasync calls a row", ""),
+    ("bench.ingest_rss_mib", "peak RSS of coordinator + ingestion, 100,000 rows of 2,000 tokens, MiB", "< 700"),
+    ("bench.ingest_rss_flatness", "that over the peak at 10,000 rows", "1"),
+    ("bench.submit_to_prefill_s", "seconds from submit to the first prefill, idle stack", "< 2"),
+    ("demo.max_rel_error", "largest relative error of the demo's states against transformers (fp32)", "< 1e-5"),
+]
+
+
+def readme_table() -> str:
+    """The README's figures, from docs/figures.json."""
+    have = {f["name"]: f["value"] for f in json.loads(FIGURES.read_text())}
+    lines = ["| Figure | Seen | Goal |", "|---|---|---|"]
+    lines += [f"| {text} | {have[name]:.3g} | {goal} |" for name, text, goal in ROWS]
+    lines += [
+        "",
+        "| Real SGLang on this CPU, tiny model | rows/s | tok/s | RSS: coordinator | ingestion | worker (of 2) | engine |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, text in DATASETS.items():
+        v = {
+            k: have[f"real_data.{key}.{k}"]
+            for k in ("rows_per_s", "tok_per_s", *(f"rss_{s}_mib" for s in ("coordinator", "ingest", "worker", "engine")))
+        }
+        rss = " | ".join(f"{v[f'rss_{s}_mib']:.0f} MiB" for s in ("coordinator", "ingest", "worker", "engine"))
+        lines.append(f"| {text} | {v['rows_per_s']:.0f} | {v['tok_per_s']:,.0f} | {rss} |")
+    return "\n".join(lines)
+
+
+def write_readme() -> None:
+    head, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{head}{BEGIN}\n{readme_table()}\n{END}{rest.partition(END)[2]}")
+
+
 if __name__ == "__main__":
     merge([json.loads(line) for line in sys.stdin if line.startswith("{")])
+    write_readme()
