@@ -107,7 +107,9 @@ SPECS: dict[ErrorCode, ErrorSpec] = {
     ),
     ErrorCode.PROTOCOL_MISMATCH: ErrorSpec(retryable=False, status=502, next_step="Run worker and engine from the same Statetap version."),
     ErrorCode.TAP_FULL: ErrorSpec(retryable=True, status=503, next_step="Give the tap more room; check for files that are not Statetap's."),
-    ErrorCode.STORE_FULL: ErrorSpec(retryable=True, status=507, next_step="Free space on the store: a job goes on by itself, a dataset is submitted again."),
+    ErrorCode.STORE_FULL: ErrorSpec(
+        retryable=True, status=507, next_step="Free space on the store: a job goes on by itself, a dataset is submitted again."
+    ),
     ErrorCode.STORE_IO: ErrorSpec(retryable=True, status=503, next_step="Look at the store's disk (dmesg, mount options), then retry."),
     ErrorCode.NONFINITE_STATES: ErrorSpec(
         retryable=True, status=502, next_step="Retry the row; if it repeats, the model overflows on it: drop it or use another dtype."

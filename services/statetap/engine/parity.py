@@ -61,7 +61,7 @@ class Reference:
         handles.append(base.norm.register_forward_pre_hook(keep_final))
         try:
             with torch.no_grad():
-                post = base(torch.tensor([input_ids])).last_hidden_state[0]
+                post = base(torch.tensor([input_ids], device=self.model.device)).last_hidden_state[0]
         finally:
             for h in handles:
                 h.remove()
