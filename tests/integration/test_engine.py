@@ -199,8 +199,17 @@ def test_stop_leaves_nothing_behind(engine: Engine) -> None:  # last: it ends th
         ((), (), {"SGLANG_RUST_SERVER": "1"}, "flag_refused", "SGLANG_RUST_SERVER"),
         ((), (), {"STATETAP_TEST_SITE": "missing_target"}, "engine_start_failed", "there is no sglang"),
         ((), (), {"STATETAP_TEST_SITE": "shifted"}, "self_check_failed", "boundary 1 differs"),
+        ((), (), {"STATETAP_TEST_SITE": "crash"}, "engine_start_failed", "before the engine was ready"),
     ],
-    ids=["boundary out of range", "pipeline parallel", "two-batch overlap", "rust server", "hook target gone", "capture one layer off"],
+    ids=[
+        "boundary out of range",
+        "pipeline parallel",
+        "two-batch overlap",
+        "rust server",
+        "hook target gone",
+        "capture one layer off",
+        "scheduler crashes",
+    ],
 )
 def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
     model: Path, tmp_path: Path, args: tuple[str, ...], sglang: tuple[str, ...], env: dict[str, str], code: str, words: str

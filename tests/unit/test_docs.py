@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from pathlib import Path
 
 from tests.support.figures import BEGIN, END, FIGURES, KEYS, README, readme_table
 

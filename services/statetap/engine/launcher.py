@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contracts.capture import NORM_FILE, READY_FILE
-from ..contracts.errors import StatetapError
+from ..contracts.errors import EngineError, ErrorCode, StatetapError
 from .failure import FAILED_FILE, write_failure
 from .flags import check_environment, server_argv
 from .settings import EngineSettings
@@ -113,6 +113,11 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: _stop(server, args.grace))
         code = server.wait()
+        if not _STOPPING and not (args.tap / READY_FILE).exists():
+            # The first reason stays: this one is for ends that no code of ours saw (a crash in SGLang's own processes).
+            write_failure(
+                args.tap, EngineError(ErrorCode.ENGINE_START_FAILED, f"SGLang ended with {code} before the engine was ready: read its log")
+            )
         _end_group(server.pid)  # schedulers that outlived it
         return (
             EXIT_FAILED

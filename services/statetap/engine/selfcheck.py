@@ -7,6 +7,7 @@ SGLang's from inside its stages; the norm is computed by the formula that reader
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -45,23 +46,34 @@ class SelfCheck:
         self._taps, self._allow_unchecked = taps, allow_unchecked
         self.result: dict[str, Any] | None = None
         self._below = [b for b in taps.profile.boundaries if b < taps.num_layers]
+        # Before 0.5.22 there is no residual to add before layer 0, and SGLang's own capture of it raises: the embedding's output it is.
+        self._own_below = [b for b in self._below if b > 0 or "residual" not in inspect.signature(taps.stack.layers[0].forward).parameters]
+        self._embedded: torch.Tensor | None = None
+        self._handle: Any = None
 
     def arm(self) -> None:
         stack = self._taps.stack
-        if self._below and hasattr(stack, "layers_to_capture"):
+        if self._own_below and hasattr(stack, "layers_to_capture"):
             setter = getattr(stack, "set_eagle3_layers_to_capture", None)  # some stacks mark their layers in it
             if setter is not None:
-                setter(list(self._below))
+                setter(list(self._own_below))
             else:
-                stack.layers_to_capture = list(self._below)
-            if sorted(stack.layers_to_capture) != sorted(self._below):
+                stack.layers_to_capture = list(self._own_below)
+            if sorted(stack.layers_to_capture) != sorted(self._own_below):
                 raise EngineError(
-                    ErrorCode.SELF_CHECK_FAILED, f"layers_to_capture reads back as {stack.layers_to_capture}, {self._below} was set"
+                    ErrorCode.SELF_CHECK_FAILED, f"layers_to_capture reads back as {stack.layers_to_capture}, {self._own_below} was set"
                 )
+        if self._own_below != self._below and hasattr(stack, "embed_tokens"):
+            self._handle = stack.embed_tokens.register_forward_hook(self._keep_embedded)
         self._taps.observe = self._compare
+
+    def _keep_embedded(self, module: Any, args: Any, output: Any) -> None:
+        self._embedded = output.detach().clone()
 
     def _disarm(self) -> None:
         self._taps.observe = None
+        if self._handle is not None:
+            self._handle.remove()
         stack = self._taps.stack
         if hasattr(stack, "layers_to_capture"):
             stack.layers_to_capture = []
@@ -111,9 +123,12 @@ class SelfCheck:
         logger.info("statetap: self-check %s: %s", "passed" if not problems else "FAILED", result)
 
     def _own(self, output: Any, n: int) -> dict[int, torch.Tensor] | None:
-        """SGLang's own capture, boundary -> [n, H], or None where the stack has none."""
-        if not isinstance(output, tuple) or len(output) < 2 or not len(output[1]):
-            return None
-        H, states = self._taps.hidden, output[1]
-        parts = list(states.split(H, -1)) if isinstance(states, torch.Tensor) else [x.reshape(-1, H) for x in states]
-        return {b: part[:n] for b, part in zip(sorted(self._below), parts, strict=True)}
+        """Reads by other code than ours, boundary -> [n, H], or None where there are none."""
+        H, own = self._taps.hidden, {}
+        if self._embedded is not None:
+            own[0] = self._embedded.reshape(-1, H)[:n]
+        if isinstance(output, tuple) and len(output) > 1 and len(output[1]):
+            states = output[1]
+            parts = list(states.split(H, -1)) if isinstance(states, torch.Tensor) else [x.reshape(-1, H) for x in states]
+            own |= {b: part[:n] for b, part in zip(sorted(self._own_below), parts, strict=True)}
+        return own if len(own) == len(self._below) else None

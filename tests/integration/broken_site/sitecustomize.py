@@ -19,6 +19,8 @@ class _Loader(importlib.abc.Loader):
         self.inner.exec_module(module)
         if WHAT == "missing_target" and module.__name__ == "statetap.engine.plugin":
             module.HOOKS["sglang.srt.managers.scheduler.Scheduler.is_not_there"] = (module.before_abort, "BEFORE", ())
+        if WHAT == "crash" and module.__name__ == "statetap.engine.taps":
+            module.Taps.__init__ = lambda *args: os._exit(9)
         if WHAT == "shifted" and module.__name__ == "statetap.engine.taps":
             real = module.Taps._layer_hook
 
