@@ -214,7 +214,7 @@ def test_stop_leaves_nothing_behind(engine: Engine) -> None:  # last: it ends th
 def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
     model: Path, tmp_path: Path, args: tuple[str, ...], sglang: tuple[str, ...], env: dict[str, str], code: str, words: str
 ) -> None:
-    tap = tmp_path / "tap"
+    tap, before = tmp_path / "tap", segments_of_engines()
     site = Path(__file__).parent / "broken_site"  # sitecustomize.py there breaks the plugin on purpose
     engine = start_engine(
         model, tap, tmp_path / "log", *args, sglang=sglang, env={**env, "PYTHONPATH": str(site)} if "STATETAP_TEST_SITE" in env else env
@@ -223,4 +223,4 @@ def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
     failure = json.loads((tap / FAILED_FILE).read_text())
     assert failure["code"] == code and words in failure["message"], failure
     assert not (tap / READY_FILE).exists()
-    assert not segments_of_engines() - SHM_BEFORE
+    assert not segments_of_engines() - before

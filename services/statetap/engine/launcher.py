@@ -188,9 +188,13 @@ def _die_with_parent() -> None:
 
 
 def _remove_segments(temp: Path) -> None:
-    """``/dev/shm/sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) of this start."""
-    for name in temp.iterdir():
-        for segment in Path("/dev/shm").glob(f"sglang_loads_{name.name}_*.shm"):
+    """This start's segments in /dev/shm, by the names that lie in its temp folder (plugin.py puts them there).
+
+    ``sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) and Python's semaphores.
+    """
+    for name in (p.name for p in temp.iterdir()):
+        found = [Path("/dev/shm") / name] if name.startswith("sem.mp-") else Path("/dev/shm").glob(f"sglang_loads_{name}_*.shm")
+        for segment in found:
             segment.unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ written to ``ENGINE_FAILED.json`` in the tap. An engine whose plugin did not loa
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -64,6 +65,7 @@ def _attach(runner: Any) -> None:
 
     settings = current()
     check_hooks_applied()
+    note_semaphores()  # tqdm made one while the weights were loaded
     stack = decoder_stack(runner.model, runner.model_config.num_hidden_layers)
     profile = capture_profile(runner, stack, settings)
     if _is_writing_rank():
@@ -149,6 +151,20 @@ def after_port_args(result: Any, *args: Any, **kwargs: Any) -> None:
     instance = getattr(result, "instance_id", "")  # before 0.5.20 an ipc file's name does, and it lies there already
     if instance:
         (Path(tempfile.gettempdir()) / instance).touch()
+
+
+def note_semaphores() -> None:
+    """Leave the names of this process's semaphores (tqdm makes one) in the temp folder, for the launcher.
+
+    SGLang ends its tree by SIGKILL, Python's resource tracker with it, so nobody else would unlink them.
+    """
+    # glibc makes a semaphore under another name and links it: the map shows that name, deleted; the inode is the same.
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/sem." in line)
+    inodes = {int(fields[4]) for fields in maps}
+    for semaphore in Path("/dev/shm").glob("sem.mp-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if semaphore.stat().st_ino in inodes:
+                (Path(tempfile.gettempdir()) / semaphore.name).touch()
 
 
 # ---------------------------------------------------------------- registration

@@ -20,7 +20,7 @@ class _Loader(importlib.abc.Loader):
         if WHAT == "missing_target" and module.__name__ == "statetap.engine.plugin":
             module.HOOKS["sglang.srt.managers.scheduler.Scheduler.is_not_there"] = (module.before_abort, "BEFORE", ())
         if WHAT == "crash" and module.__name__ == "statetap.engine.taps":
-            module.Taps.__init__ = lambda *args: os._exit(9)
+            module.Taps.begin = lambda *args: os._exit(9)  # in the first captured forward, after the model was loaded
         if WHAT == "shifted" and module.__name__ == "statetap.engine.taps":
             real = module.Taps._layer_hook
 
