@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -46,6 +47,16 @@ def submit(up: Up, data: Path, **options: object) -> dict:
 def ended(up: Up, job: dict, timeout: float = 200) -> dict:
     states = ("completed", "completed_with_errors", "failed", "cancelled")
     return wait_for("the job's end", lambda: (j := up.job(job["job_id"]))["state"] in states and j, timeout, every=0.2)
+
+
+def rows_done(up: Up, job: dict) -> int:
+    """Files there, by the store: the API may be away."""
+    return sum(1 for _ in Path(job["path"]).glob("rows_*/data_*"))
+
+
+def rows_state(up: Up, job: dict) -> tuple[str, str]:
+    state = up.job(job["job_id"])
+    return state["state"], state["reason"]
 
 
 def test_run_extracts_conversations_says_what_was_wrong_and_a_second_run_redoes_nothing(model: Path, tmp_path: Path) -> None:
@@ -130,6 +141,27 @@ def test_killed_workers_lose_and_double_nothing_and_rows_run_again_within_15_s(u
         assert np.isfinite(dataset[i]["final_hidden_states"].numpy()).all()
 
 
+def test_every_process_of_the_stack_may_be_killed_and_the_job_completes(up: Up, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    tokenized(data, 4000, 150, seed=5)
+    job = submit(up, data)
+    done = 0
+    for name in ("redis", "coordinator", "ingest", "worker-0-0", "engine-0"):
+        done = wait_for(f"rows before {name} is killed", lambda: (n := rows_done(up, job)) > done + 100 and n, 60)  # noqa: B023
+        victim = up.pids()[name]
+        kill_tree(victim)
+        wait_for(f"{name} is started again", lambda: up.pids().get(name, victim) != victim, 30)  # noqa: B023
+    if "engine_down" not in up.store.joinpath(".stack/logs/coordinator.log").read_text():
+        wait_for("the job says that the engine is away", lambda: rows_state(up, job) == ("paused", "engine_down"), 40)
+    state = ended(up, job)
+    assert state["state"] == "completed" and state["rows"]["done"] == 4000, state
+    job_dir = Path(state["path"])
+    assert Counter(line["row"] for line in ledger_lines(job_dir) if line["state"] == "done") == Counter(range(4000))
+    assert cli("verify", job_dir).returncode == 0
+    log = up.log.read_text()
+    assert all(f"{name} ended with" in log for name in ("redis", "coordinator", "ingest", "worker-0-0", "engine-0"))
+
+
 def test_cancel_pause_and_resume_by_the_command_line(up: Up, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     tokenized(data, 3000, 150, seed=4)
@@ -177,3 +209,35 @@ def test_an_engine_that_does_not_start_ends_run_with_its_reason(model: Path, tmp
     done = cli("run", data, "--cpu", "--model", model, "--out", tmp_path / "s", "--boundaries", "1,77")
     assert done.returncode == 1 and "outside [0, 6]" in done.stderr and "log:" in done.stderr, done.stderr
     assert os.listdir(tmp_path / "s" / ".stack") and not list((tmp_path / "s").glob("jobs/*"))
+
+
+def test_a_killed_supervisor_takes_all_with_it_and_the_next_one_cleans_up(model: Path, tmp_path: Path) -> None:
+    first = start_up(tmp_path / "store", model, tmp_path / "log")
+    pids, tap = first.pids(), Path(json.loads((first.store / ".stack" / "tap.json").read_text())["tap"])
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    wait_for("all processes end", lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids.values()), 60)
+    assert tap.exists()  # nobody was left to remove it
+    second = start_up(tmp_path / "store", model, tmp_path / "log2")
+    assert not tap.exists()
+    assert second.stop() == 0
+
+
+def test_two_engines_share_a_job_and_a_taken_port_is_named(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    tokenized(data, 600, 150, seed=6)
+    done = cli("run", data, "--cpu", "--model", model, "--out", tmp_path / "store", "--engines", "2", "--workers", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ready after") == 2
+    held = [
+        name
+        for name in ("worker-0-0", "worker-1-0")
+        if "event=batch_started" in (tmp_path / "store/.stack/logs" / f"{name}.log").read_text()
+    ]
+    assert held == ["worker-0-0", "worker-1-0"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        taken = cli("up", "--cpu", "--model", model, "--store", tmp_path / "other", "--port", str(port))
+    assert taken.returncode == 1 and f"port {port}" in taken.stderr, taken.stderr

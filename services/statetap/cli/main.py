@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..contracts.errors import ErrorCode, RequestError, StatetapError
 from .api import Api
 from .exits import Exit, exit_of
 from .running import RunRequest, Stopped, run, stop_on_signals
-from .stack import Stack, StackConfig
+from .stack import STATE_DIR, Stack, StackConfig
 from .watching import ENDED, line, size, watch
 
 app = typer.Typer(
@@ -31,7 +32,7 @@ Url = Annotated[str, typer.Option("--url", envvar="STATETAP_URL", help="Root of 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8700"
 
-Model = Annotated[str, typer.Option("--model", help="Model folder or hub id.")]
+Model = Annotated[str, typer.Option("--model", help="Model folder or hub id; with --cpu also `tiny`, a model made on the spot.")]
 TapDir = Annotated[Path | None, typer.Option("--tap", help="Folder on a tmpfs. Default: one of its own in /dev/shm, removed at the end.")]
 Engines = Annotated[
     int, typer.Option("--engines", min=1, help="Engines; each takes --tp GPUs, a port, a tap folder and workers of its own.")
@@ -69,6 +70,17 @@ def _dataset_options(fmt: str, tokenizer: str | None, max_length: int, truncate:
     return {**options, "tokenizer": _local(tokenizer)} if tokenizer else options
 
 
+def _model(name: str, cpu: bool, store: Path) -> str:
+    """The model to serve; ``tiny`` is made below the store, once."""
+    if not (cpu and name == "tiny"):
+        return _local(name)
+    folder = (store / STATE_DIR / "tiny").resolve()
+    say(f"model tiny: {folder}")
+    # In a process of its own: torch has no place in this one.
+    subprocess.run([sys.executable, "-m", "statetap.engine.tiny", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return str(folder)
+
+
 def _local(name: str) -> str:
     """A folder's absolute path; a hub id stays as it is."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
@@ -99,7 +111,7 @@ def up(
 ) -> None:
     """Run the whole stack on this host until Ctrl-C or SIGTERM."""
     config = StackConfig(
-        model=_local(model), store=store, tap=tap, engines=engines, workers_per_engine=workers, tp=tp, cpu=cpu, boundaries=boundaries, final=final,
+        model=_model(model, cpu, store), store=store, tap=tap, engines=engines, workers_per_engine=workers, tp=tp, cpu=cpu, boundaries=boundaries, final=final,
         trust_remote_code=trust_remote_code, host=host, port=port, data_dir=data_dir, redis_url=redis_url, window=window, sglang=_flags(sglang),
     )  # fmt: skip
     stack = Stack(config=config, say=say)
@@ -141,8 +153,11 @@ def run_command(
     sglang: Sglang = None,
 ) -> None:
     """Start the stack, extract one dataset, stop, and exit (for Slurm). 0 completed, 3 with errors, 4 paused, 5 failed, 6 cancelled."""
+    if not data.is_file():
+        raise RequestError(ErrorCode.NOT_FOUND, f"{data} is not a file")
+    model = _model(model, cpu, out)
     config = StackConfig(
-        model=_local(model), store=out, tap=tap, engines=engines, workers_per_engine=workers, tp=tp, cpu=cpu, boundaries=boundaries, final=final,
+        model=model, store=out, tap=tap, engines=engines, workers_per_engine=workers, tp=tp, cpu=cpu, boundaries=boundaries, final=final,
         trust_remote_code=trust_remote_code, allow_any_path=True, window=window, sglang=_flags(sglang),
     )  # fmt: skip
     options = _dataset_options(format, tokenizer or model, max_length, truncate, trust_remote_code)

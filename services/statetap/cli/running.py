@@ -55,8 +55,6 @@ class RunRequest:
 
 def run(config: StackConfig, request: RunRequest, console: Console, say: Any) -> Exit:
     """Raises StatetapError; the stack is stopped in every case."""
-    if not request.data.is_file():
-        raise RequestError(ErrorCode.NOT_FOUND, f"{request.data} is not a file")
     stack = Stack(config=config, say=say)
     stop_on_signals()
     try:

@@ -34,7 +34,7 @@ TAP_SHARE = 0.8  # of the tap's free space, for all engines together
 DRAIN_S = 120.0
 STOP_S = 45.0
 START_CONTROL_S = 60.0
-ENGINE_RESTARTS = 5
+FAILED_LOADS = 3  # in a row, of an engine that was ready before (its GPU memory may not be free at once)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,9 @@ class _EngineUnit:
     workers: list[Service]
     tap: Path
     ready: bool = False
+    was_ready: bool = False
+    loading: bool = True  # it was started and is not ready yet
+    failed_loads: int = 0
 
 
 @dataclass(kw_only=True)
@@ -95,12 +98,25 @@ class Stack:
     def start(self) -> None:
         """Returns when the API answers; engines may still be loading. Raises RequestError or EngineError; then nothing is left running."""
         check_flags(self.config.sglang)
+        self._check_port()
         check_environment(dict(os.environ))
         try:
             self._start()
         except BaseException:
             self.stop()
             raise
+
+    def _check_port(self) -> None:
+        if self.config.port:
+            with socket.socket() as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    s.bind((self.config.host, self.config.port))
+                except OSError as e:
+                    raise RequestError(
+                        ErrorCode.CONFLICT,
+                        f"port {self.config.port} of {self.config.host}: {e.strerror}; give another as --port (0: a free one)",
+                    ) from None
 
     def _start(self) -> None:
         config = self.config
@@ -242,7 +258,9 @@ class Stack:
                 raise RequestError(ErrorCode.INTERNAL, f"the coordinator did not start:\n{self.control[0].tail()}")
             if port_file.exists():
                 host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host
-                url = f"http://{host}:{port_file.read_text().strip()}"
+                port = port_file.read_text().strip()
+                self.control[0].env = {**self.control[0].env, "STATETAP_PORT": port}  # when it is started again, at the same place
+                url = f"http://{host}:{port}"
                 try:
                     if httpx.get(f"{url}/healthz", timeout=5).is_success:
                         return url
@@ -276,7 +294,8 @@ class Stack:
 
     def _tick_unit(self, unit: _EngineUnit) -> None:
         if not unit.ready and (unit.tap / READY_FILE).exists():
-            unit.ready = True
+            unit.ready = unit.was_ready = True
+            unit.failed_loads = 0
             ready = json.loads((unit.tap / READY_FILE).read_text())
             took = time.monotonic() - unit.engine.started_at
             self.say(
@@ -286,13 +305,23 @@ class Stack:
                 if worker.process is None:
                     worker.start()
         if not unit.engine.running:
-            failure = unit.tap / FAILED_FILE
-            if failure.exists() or unit.engine.restarts >= ENGINE_RESTARTS or (not unit.ready and unit.engine.restarts):
-                raise self._engine_error(unit, failure)
-            unit.ready = False
-            unit.engine.supervise(self.say)
+            self._engine_ended(unit)
         for worker in unit.workers:
             worker.supervise(self.say)
+
+    def _engine_ended(self, unit: _EngineUnit) -> None:
+        """An engine that was ready is started again; one that cannot even load is given up, at once when it never could."""
+        if unit.ready:
+            unit.ready, unit.loading = False, False
+            (unit.tap / READY_FILE).unlink(missing_ok=True)  # a launcher that was killed could not remove it
+        elif unit.loading:
+            unit.failed_loads += 1
+            if not unit.was_ready or unit.failed_loads >= FAILED_LOADS:
+                raise self._engine_error(unit, unit.tap / FAILED_FILE)
+            unit.loading = False
+        restarts = unit.engine.restarts
+        unit.engine.supervise(self.say)
+        unit.loading = unit.engine.restarts > restarts
 
     def _engine_error(self, unit: _EngineUnit, failure: Path) -> EngineError:
         if failure.exists():

@@ -31,6 +31,8 @@ logger = logging.getLogger("statetap.engine")
 
 EXIT_FAILED = 3
 TRACKER_S = 5.0
+TEMP_PREFIX = "statetap-"
+TEMP_FILE = ".engine-temp"  # in the tap: where this engine's temp folder is
 PR_SET_PDEATHSIG = 1
 
 
@@ -96,7 +98,9 @@ def _settings(args: argparse.Namespace) -> EngineSettings:
 
 def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: list[str]) -> int:
     # SGLang names its sockets and shared-memory segments after temp files: a temp folder of its own tells which are this engine's.
-    temp = Path(tempfile.mkdtemp(prefix="statetap-"))
+    _clean_after_killed(args.tap)
+    temp = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+    (args.tap / TEMP_FILE).write_text(str(temp))
     environment = {
         **os.environ,
         **settings.to_env(),
@@ -127,7 +131,7 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
             else EXIT_FAILED
         )
     finally:
-        for name in (READY_FILE, NORM_FILE):
+        for name in (READY_FILE, NORM_FILE, TEMP_FILE):
             (args.tap / name).unlink(missing_ok=True)
         _remove_segments(temp)
         shutil.rmtree(temp, ignore_errors=True)
@@ -196,6 +200,16 @@ def _remove_segments(temp: Path) -> None:
         found = [Path("/dev/shm") / name] if name.startswith("sem.mp-") else Path("/dev/shm").glob(f"sglang_loads_{name}_*.shm")
         for segment in found:
             segment.unlink(missing_ok=True)
+
+
+def _clean_after_killed(tap: Path) -> None:
+    """A launcher that was killed left the name of its temp folder in the tap."""
+    record = tap / TEMP_FILE
+    if record.exists():
+        temp = Path(record.read_text())
+        if temp.name.startswith(TEMP_PREFIX) and temp.is_dir():
+            _remove_segments(temp)
+            shutil.rmtree(temp, ignore_errors=True)
 
 
 def _with_plugin(plugins: str) -> str:

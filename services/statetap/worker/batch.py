@@ -153,6 +153,9 @@ class BatchRun:
 
     async def _feed(self, resumed: Resumed) -> None:
         alone = await self._redis("suspects", self._keys.suspects) or {}
+        # Recorded before the loss and not told any more: no suspects.
+        self._answered += [number for number in alone if number not in resumed.open_rows]
+        self._dirty.set()
         for number, losses in alone.items():
             if number in resumed.open_rows and not self.reason:
                 await self._run_alone(number, resumed.open_rows[number], losses)
