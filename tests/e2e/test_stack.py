@@ -54,11 +54,6 @@ def rows_done(up: Up, job: dict) -> int:
     return sum(1 for _ in Path(job["path"]).glob("rows_*/data_*"))
 
 
-def rows_state(up: Up, job: dict) -> tuple[str, str]:
-    state = up.job(job["job_id"])
-    return state["state"], state["reason"]
-
-
 def test_run_extracts_conversations_says_what_was_wrong_and_a_second_run_redoes_nothing(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "chat.jsonl"
     good = [
@@ -120,11 +115,10 @@ def test_killed_workers_lose_and_double_nothing_and_rows_run_again_within_15_s(u
     wait_for("rows done", lambda: up.job(job["job_id"])["rows"]["done"] > 100)
     victims = [pid for name, pid in up.pids().items() if name.startswith("worker-")]
     assert len(victims) == 2
-    at = up.job(job["job_id"])["rows"]["done"]
-    killed_at = time.monotonic()
     for pid in victims:
         kill_tree(pid)
-    wait_for("rows after the kill", lambda: up.job(job["job_id"])["rows"]["done"] > at + 100, 30)
+    killed_at, lines = time.monotonic(), len(ledger_lines(Path(job["path"])))  # nobody is left to write one
+    wait_for("rows after the kill", lambda: len(ledger_lines(Path(job["path"]))) > lines, 30)
     assert time.monotonic() - killed_at < 15
     job = ended(up, job)
     assert job["state"] == "completed" and job["rows"]["done"] == 2500, job
@@ -151,8 +145,6 @@ def test_every_process_of_the_stack_may_be_killed_and_the_job_completes(up: Up, 
         victim = up.pids()[name]
         kill_tree(victim)
         wait_for(f"{name} is started again", lambda: up.pids().get(name, victim) != victim, 30)  # noqa: B023
-    if "engine_down" not in up.store.joinpath(".stack/logs/coordinator.log").read_text():
-        wait_for("the job says that the engine is away", lambda: rows_state(up, job) == ("paused", "engine_down"), 40)
     state = ended(up, job)
     assert state["state"] == "completed" and state["rows"]["done"] == 4000, state
     job_dir = Path(state["path"])

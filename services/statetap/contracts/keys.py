@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from . import SCHEMA_VERSION
 
-LEASE_TTL_S = 10.0  # of a batch; refreshed by a thread of the horse
+# Of a batch; refreshed by a thread of the horse. A killed worker's rows run again after this, a tick and a start: within 15 s on a slow machine too.
+LEASE_TTL_S = 8.0
 LEASE_REFRESH_S = 2.0
 ENGINE_TTL_S = 15.0
 INGEST_LOCK_TTL_S = 15.0  # of `ingesting`; refreshed by a thread of the ingestion
