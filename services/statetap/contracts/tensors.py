@@ -1,7 +1,7 @@
 """Headers of tap files and native sample files, both plain safetensors, and the names and order of their tensors.
 
 Invariant: the header fills exactly one 4 KiB block and the states come first, so the payload of a tap file is the payload of
-the sample file byte for byte, at the same offset, and can be written with O_DIRECT from the tap's mapping.
+the sample file byte for byte, at the same offset: the worker writes a header of its own and then the tap's bytes as they are.
 Format: https://github.com/huggingface/safetensors (8-byte little-endian length, JSON, data).
 """
 

@@ -1,7 +1,7 @@
 """Checks of a row's states and tokens, in one pass over cache-sized blocks. What passes here may be called done.
 
 Invariant: every value of every plane is looked at once, and the same bytes feed the file's hash while they are in the cache.
-Numpy's reductions over blocks of half a MiB run at about 8 GB/s a thread; torch.isfinite was measured at 0.43.
+Numpy's reductions over blocks that stay in the cache are an order of magnitude faster than torch.isfinite over the whole.
 """
 
 from __future__ import annotations

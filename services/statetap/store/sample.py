@@ -1,9 +1,8 @@
 """One sample: from the tap into a temp file beside its final name, checked and hashed on the way; and checked again.
 
 Invariant: what is staged is complete and passed all checks, but is neither durable nor visible: that is the commit's work
-(commit.py). One pass: each block is read, looked at, hashed and written while it is in the cache, and the disk starts early. Measured
-at 64 MiB a file on two cores against a plain copy with fsync (1, 2, 4 threads): this way 1.29, 1.34, 1.20 times as fast; check, then
-O_DIRECT from a mapping of the tap 0.90, 0.76, 0.65 (that disk takes 254 pages a request, and the mapping's pages lie apart).
+(commit.py). One pass: each block is read, looked at, hashed and written while it is in the cache, and the disk starts early
+(docs/adr/0007 says why not by O_DIRECT from a mapping of the tap).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import redis
 from pydantic import ValidationError
 
 from ..contracts.errors import StatetapError
-from . import task  # noqa: F401  (what a horse needs is imported before it is forked: 31 ms a horse, not a second)
+from . import task  # noqa: F401  (what a horse needs is imported before it is forked, once and not a horse)
 from .context import Context, make_context, set_current, wait_for_ready
 from .settings import WorkerSettings
 from .supervisor import BatchWorker, EngineKeeper, rq_connection
