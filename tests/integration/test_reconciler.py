@@ -49,7 +49,7 @@ def test_a_lapsed_lease_is_requeued_at_once_before_all_others_and_names_suspects
     assert worker.lease(task)
     worker.redis.sadd(keys.inflight(job_id, 0), 3, 5, 8)
     worker.redis.delete(keys.lease(job_id, 0))  # as its TTL does after a kill
-    until(lambda: worker.entry(task)["attempt"] == 2, "it is given out again")
+    until(lambda: worker.queued_first(task, 2), "it is given out again, before all others")
     again = worker.wait()
     assert again == {"job_id": job_id, "batch": 0, "attempt": 2}
     assert worker.redis.smembers(keys.suspects(job_id, 0)) == {"3", "5", "8"}
@@ -59,7 +59,7 @@ def test_a_lapsed_lease_is_requeued_at_once_before_all_others_and_names_suspects
         assert worker.lease(again)
         worker.redis.sadd(keys.inflight(job_id, 0), 5)
         worker.redis.delete(keys.lease(job_id, 0))
-        until(lambda n=loss: worker.entry(task)["attempt"] == 2 + n, "it is given out again")
+        until(lambda n=loss: worker.queued_first(task, 2 + n), "it is given out again, before all others")
         again = worker.wait()
         assert (again["batch"], again["attempt"]) == (0, 2 + loss)
         assert worker.redis.hgetall(keys.losses(job_id)) == {"5": str(loss)}

@@ -146,6 +146,11 @@ class FakeWorker:
         raw = self.redis.hget(self._outstanding, _field(task))
         return json.loads(raw) if raw else None
 
+    def queued_first(self, task: dict[str, Any], attempt: int) -> bool:
+        """Whether this attempt at the batch stands at the head of the queue. (Its entry is written before it is enqueued.)"""
+        head = self.redis.lindex(f"rq:queue:{keys.queue(self.profile.profile_id)}", 0)
+        return head == keys.rq_id(task["job_id"], task["batch"], attempt)
+
     def run(self, task: dict[str, Any], *, rows: int | None = None, fail: Iterable[int] = (), publish: bool = True) -> None:
         """Commit the batch's open rows (the first ``rows`` of them): files, ledger, totals."""
         path = self.store / job_dir(task["job_id"])
