@@ -10,7 +10,7 @@ from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import MANIFEST
 from ..engine.parity import Parity, Reference, compare_files
 from ..store.jobs import load_job
-from ..store.ledger import fold, segments_by_batch
+from ..store.ledger import JobLedger
 
 
 def compare_job(job_dir: Path, model: str, *, samples: int, trust_remote_code: bool = False) -> Parity:
@@ -27,5 +27,6 @@ def _done_paths(job_dir: Path) -> list[str]:
     if (job_dir / MANIFEST).exists():
         table = pq.read_table(job_dir / MANIFEST, columns=["state", "path"], filters=[("state", "=", "done")])
         return table.column("path").to_pylist()
-    records = (r for segments in segments_by_batch(job_dir).values() for r in fold(segments).values())
+    ledger = JobLedger(job_dir)
+    records = (r for batch in ledger.batches() for r in ledger.records(batch).values())
     return [r.path for r in sorted(records, key=lambda r: r.row) if r.state == "done"]

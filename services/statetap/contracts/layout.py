@@ -7,10 +7,12 @@ ROWS_PER_RECORD_BATCH = 64  # of rows.arrow: row r stands in record batch r // 6
 
 DATASETS = "datasets"
 JOBS = "jobs"
+IDEMPOTENCY = "idempotency"
 
 # of a dataset
 RAW = "raw"
 ROWS = "rows.arrow"
+ROWS_INDEX = "rows.idx"
 REPORT = "report.json"
 DATASET_SPEC = "dataset.json"
 
@@ -20,6 +22,8 @@ CONTROL = "control.json"
 PLAN = "plan.parquet"
 NORM = "norm.safetensors"
 LEDGER = "ledger"
+RETRIES = "retries"
+ACKS = "acks.json"
 MANIFEST = "manifest.parquet"
 COMPLETE = "COMPLETE"
 
@@ -42,6 +46,10 @@ def sample(row: int, generation: int = 0) -> str:
     """``rows_0-2000/data_17.safetensors``; a repaired file of generation g > 0 is ``data_17.g1.safetensors``."""
     suffix = f".g{generation}" if generation else ""
     return f"{folder(row)}/data_{row}{suffix}.safetensors"
+
+
+def retry(generation: int) -> str:
+    return f"{RETRIES}/{generation}.json"
 
 
 def ledger_segment(batch: int, attempt: str) -> str:

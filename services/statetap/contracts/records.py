@@ -1,13 +1,15 @@
 """Records that pass between services, and the states that datasets, jobs and rows have.
 
 All are frozen, keyword-only and turn into plain JSON. ``rows`` are positions in the user's source (0-based, empty lines not
-counted); all ranges are half-open.
+counted), or in all sources one after the other, or in their shuffled order; all ranges are half-open.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 from . import SCHEMA_VERSION
@@ -35,13 +37,14 @@ class JobState(StrEnum):
 
 
 class PauseReason(StrEnum):
-    """Why a job is paused. ``user`` is ended by resume, the others also by themselves when the cause is gone."""
+    """Why a job is paused. ``user`` is ended by resume, the others, where nothing else is said, by themselves when the cause is gone."""
 
     USER = "user"
     LOW_DISK = "low_disk"
     ENGINE_DOWN = "engine_down"
     NO_ENGINE = "no_engine"
-    CIRCUIT_OPEN = "circuit_open"
+    CIRCUIT_OPEN = "circuit_open"  # row after row failed with one cause; ended by resume or retry
+    STORE_FULL = "store_full"  # a job with retain=until_read has as many bytes as it may keep: it goes on when some are read
 
 
 class RowState(StrEnum):
@@ -50,6 +53,23 @@ class RowState(StrEnum):
     DONE = "done"
     FAILED = "failed"  # attempted, and given up
     SKIPPED = "skipped"  # never sent: the row itself does not allow it
+
+
+class Retain(StrEnum):
+    """How long a job's files are kept."""
+
+    ALL = "all"
+    UNTIL_READ = "until_read"  # freed when a reader acknowledges them
+
+
+class Bound(StrEnum):
+    """What holds a job up now, as its workers see it (``""``: nothing is known)."""
+
+    PREFILL = "prefill"  # the window is full and the engine computes
+    D2H = "d2h"  # the engine has computed; its copies and tap files are waited for
+    TAP = "tap"  # no free bytes in the tap
+    COMMIT = "commit"  # rows wait for check and commit
+    NO_ENGINE = "no_engine"
 
 
 class Control(StrEnum):
@@ -75,7 +95,8 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(Record):
-    """What a dataset is made from. ``path`` is the source file; ``tokenizer`` a model folder or hub id ("" for tokenised rows)."""
+    """What a dataset is made from. ``path`` is the source file, or "" where ``sources`` names several, which are merged in this order;
+    ``tokenizer`` a model folder or hub id ("" for tokenised rows)."""
 
     dataset_id: str
     name: str
@@ -85,7 +106,29 @@ class DatasetSpec(Record):
     trust_remote_code: bool = False
     max_length: int = 0  # 0: none; longer rows are truncated at ingestion only when truncate is set, otherwise rejected
     truncate: bool = False
+    sources: list[str] = field(default_factory=list)
+    shuffle_seed: int | None = None  # all rows permuted (datasets/permutation.py); None: in the order of the sources
     created_at: float = 0.0
+
+    @property
+    def files(self) -> list[str]:
+        return self.sources or [self.path]
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """Each source by its name, or as much of its path as tells it from the others."""
+        left, found, depth = {p: p.split("/") for p in self.sources}, dict[str, str](), 0
+        while left:
+            depth += 1
+            short = {p: "/".join(parts[-depth:]) for p, parts in left.items()}
+            counts = Counter(short.values())
+            found |= {p: s for p, s in short.items() if counts[s] == 1 or depth >= len(left[p])}
+            left = {p: parts for p, parts in left.items() if p not in found}
+        return [found[p] for p in self.sources]
+
+    def place(self, source: int, line: int, unit: str = "line") -> str:
+        """Where a row stands, for a person: ``line 3``, or of several sources ``train.jsonl:3``."""
+        return f"{self.labels[source]}:{line}" if self.sources else f"{unit} {line}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +167,26 @@ class JobSpec(Record):
     name: str = ""
     priority: int = 0
     max_failed: int = 0
+    max_length: int = 0  # longer rows are skipped; 0: what the engine takes
+    reuse_from: list[str] = field(default_factory=list)  # jobs whose files may be taken by hard link, newest first
+    retain: str = Retain.ALL.value
+    retain_bytes: int = 0  # with until_read: pause when so many bytes are not yet read
     created_at: float = 0.0
     schema_version: int = SCHEMA_VERSION
 
     @property
     def capture_profile(self) -> CaptureProfile:
         return CaptureProfile.from_dict(self.profile)
+
+    @cached_property
+    def profile_id(self) -> str:
+        return self.capture_profile.profile_id
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that is sent."""
+        most = int(self.profile["max_length"])
+        return min(most, self.max_length) if self.max_length else most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +200,7 @@ class JobControl(Record):
     started_at: float = 0.0
     ended_at: float = 0.0
     updated_at: float = 0.0
+    revision: int = 0  # counts the changes of this file
     final: dict[str, Any] = field(default_factory=dict)  # of an ended job: done, failed, skipped, tokens, bytes, errors, finished
 
 
@@ -161,6 +219,18 @@ class Batch(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Retry(Record):
+    """``retries/<generation>.json``: rows that ended without a file before ``generation`` are open again and are written with it.
+
+    ``codes``: only rows with one of these error codes; none: all that failed (skipped rows only where their code is named).
+    """
+
+    generation: int
+    codes: list[str] = field(default_factory=list)
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowRecord(Record):
     """One ledger line. ``xxh3`` is xxh3-64 of the whole file, ``path`` is relative to the job folder."""
 
@@ -173,6 +243,7 @@ class RowRecord(Record):
     xxh3: str = ""
     code: str = ""
     message: str = ""
+    origin: str = ""  # ``<job>/<row>`` that the file was captured for, when it was taken from an earlier job
     at: float = 0.0
 
     @property
@@ -191,6 +262,9 @@ class BatchTotals(Record):
     skipped: int = 0
     tokens: int = 0  # of done rows
     bytes: int = 0  # of committed files
+    reused: int = 0  # of the done rows: taken from earlier jobs, not prefilled
+    reused_tokens: int = 0
+    reused_bytes: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # code -> rows, failed and skipped
 
     @property

@@ -16,9 +16,10 @@ from ..contracts import keys
 from ..contracts.errors import ErrorCode, StatetapError
 from ..contracts.layout import ROWS
 from ..contracts.records import Control, JobControl, JobState
-from ..store.complete import finish_job
+from ..store.complete import drop_stale_completion, finish_job
 from ..store.fs import store_error
-from ..store.ledger import fold, segments_by_batch, totals_of
+from ..store.ledger import JobLedger, totals_of
+from ..store.retries import last_generation
 from .catalog import Catalog, ended
 from .feed import Feed
 from .view import SETTLE_S, JobView
@@ -55,12 +56,12 @@ class Endings:
         """
         job_id = view.spec.job_id
         client = self._feed.redis
-        segments = segments_by_batch(self._catalog.job_path(job_id))
-        names = sorted(b for b in segments if b < len(view.plan))
+        ledger = JobLedger(self._catalog.job_path(job_id))
+        names = [b for b in ledger.batches() if b < len(view.plan)]
         for at in range(0, len(names), FLUSH_BATCHES):
             with client.pipeline(transaction=False) as pipe:
                 for batch in names[at : at + FLUSH_BATCHES]:
-                    totals = totals_of(batch, fold(segments[batch]).values())
+                    totals = totals_of(batch, ledger.records(batch).values())
                     pipe.hsetnx(keys.totals(job_id), str(batch), _json(totals.to_dict()))
                 pipe.execute()
         client.set(keys.known(job_id), "1")
@@ -82,9 +83,9 @@ class Endings:
                 raise
             self._run_again(view, e)
             return
-        final = sums.to_final() | {n: getattr(report, n) for n in ("done", "failed", "skipped", "tokens", "bytes")}
+        final = sums.to_final() | {n: getattr(report, n) for n in ("done", "failed", "skipped", "tokens", "bytes", "reused")}
         state = JobState.COMPLETED_WITH_ERRORS if report.failed or report.skipped else JobState.COMPLETED
-        self.end(view, state, final=final)
+        self.end(view, state, final=final, retries=report.retries)
 
     def _run_again(self, view: JobView, error: StatetapError) -> None:
         """Rows or files are missing though all totals say finished: forget these totals, so that their batches are given out again."""
@@ -101,21 +102,36 @@ class Endings:
         """End a cancelled job that nobody works on. Batches that were cut off are folded again: their last totals may be missing."""
         job_id = view.spec.job_id
         client = self._feed.redis
-        segments = segments_by_batch(self._catalog.job_path(job_id))
-        for batch, paths in segments.items():
+        ledger = JobLedger(self._catalog.job_path(job_id))
+        for batch in ledger.batches():
             if batch < len(view.plan) and not view.fold.finished[batch]:
-                totals = totals_of(batch, fold(paths).values())
+                totals = totals_of(batch, ledger.records(batch).values())
                 client.hset(keys.totals(job_id), str(batch), _json(totals.to_dict()))
         view.fold.update(self._feed.totals(job_id))
         self.end(view, JobState.CANCELLED, message="cancelled on request")
 
-    def end(self, view: JobView, state: JobState, *, reason: str = "", message: str = "", final: dict[str, object] | None = None) -> None:
-        """Write the terminal state, then forget the job in Redis."""
+    def end(
+        self,
+        view: JobView,
+        state: JobState,
+        *,
+        reason: str = "",
+        message: str = "",
+        final: dict[str, object] | None = None,
+        retries: int | None = None,
+    ) -> None:
+        """Write the terminal state, then forget the job in Redis.
+
+        ``retries``: the generation of the newest retry that the end knows of. Rows that were opened again since keep the job going.
+        """
         spec = view.spec
         now = time.time()
+        path = self._catalog.job_path(spec.job_id)
 
         def change(control: JobControl) -> JobControl:
             if ended(control):  # another coordinator was first
+                return control
+            if retries is not None and drop_stale_completion(path, last_generation(path)):
                 return control
             return JobControl.from_dict(
                 control.to_dict()
@@ -125,6 +141,10 @@ class Endings:
             )
 
         control = self._catalog.change_control(spec.job_id, change)
+        if not ended(control):
+            log.info("%s: rows were opened again while it ended: it goes on", spec.job_id)
+            view.touched = True
+            return
         log.info("%s: %s%s", spec.job_id, control.state, f" ({control.reason}: {control.message})" if control.reason else "")
         wish = Control.CANCEL if state in (JobState.CANCELLED, JobState.FAILED) else Control.RUN
         self._feed.drop_job(view.profile_id, spec.job_id, len(view.plan), wish)

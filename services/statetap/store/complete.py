@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ import xxhash
 from ..contracts.errors import ErrorCode, StoreError
 from ..contracts.layout import COMPLETE, MANIFEST, temp
 from ..contracts.records import Batch, JobState, RowRecord, RowState
+from .acks import Acks, load_acks
 from .fs import create_file, fsync_dir, read_json, remove, store_error, to_json
 from .jobs import load_job
-from .ledger import fold, segments_by_batch
+from .ledger import JobLedger
 from .plan import read_plan
+from .retries import last_generation
 from .rows import RowsFile
 
 ROWS_PER_GROUP = 20_000  # of the manifest: what a reader filters by, and what the writer holds at once
@@ -62,22 +64,37 @@ class CompletionReport:
     state: str  # completed | completed_with_errors
     manifest_xxh3: str
     completed_at: float
+    reused: int = 0  # of the done rows: taken from earlier jobs
+    retries: int = 0  # generation of the newest retry: a COMPLETE of an older one counts no more
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CompletionReport:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data or f.default is MISSING})
 
 
 def load_completion(job_dir: Path) -> CompletionReport | None:
-    """The report of a job that ended, or None. Raises StoreError for a COMPLETE that cannot be read."""
+    """The report of a job that ended, or None: there is none, or rows were opened again since. Raises StoreError for one that cannot be read."""
     data = read_json(job_dir / COMPLETE)
+    if data is None:
+        return None
     try:
-        return CompletionReport.from_dict(data) if data is not None else None
+        report = CompletionReport.from_dict(data)
     except KeyError as e:
         raise StoreError(ErrorCode.STORE_IO, f"{job_dir / COMPLETE} lacks {e}") from e
+    return report if report.retries == last_generation(job_dir) else None
+
+
+def drop_stale_completion(job_dir: Path, generation: int) -> bool:
+    """Remove a COMPLETE that was written before the retry of this generation; whether there was one. Raises StoreError."""
+    data = read_json(job_dir / COMPLETE)
+    if data is None or int(data.get("retries", 0)) >= generation:
+        return False
+    remove(job_dir / COMPLETE)
+    fsync_dir(job_dir)
+    return True
 
 
 def finish_job(job_dir: Path, rows_path: Path) -> CompletionReport:
@@ -98,21 +115,25 @@ def finish_job(job_dir: Path, rows_path: Path) -> CompletionReport:
 def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
     spec = load_job(job_dir)
     batches = read_plan(job_dir)
+    ledger = JobLedger(job_dir)
+    generation = ledger.retries[-1].generation if ledger.retries else 0
+    drop_stale_completion(job_dir, generation)
     if sum(b.rows for b in batches) != spec.rows:
         raise StoreError(ErrorCode.PLAN_MISMATCH, f"{job_dir.name}: the plan has {sum(b.rows for b in batches)} rows, not {spec.rows}")
     tmp = Path(temp(str(job_dir / MANIFEST), secrets.token_hex(8)))
     rows = RowsFile(rows_path)
     count: Counter[str] = Counter()
-    tokens = size = 0
+    tokens = size = reused = 0
     try:
         with pq.ParquetWriter(tmp, MANIFEST_SCHEMA, compression="zstd") as writer:
             buffer: dict[str, list[Any]] = {name: [] for name in MANIFEST_SCHEMA.names}
-            for batch, records in _checked(job_dir, batches):
+            for batch, records in _checked(job_dir, batches, ledger):
                 for record, source_id in zip(records, rows.source_ids(batch.start, batch.stop), strict=True):
                     count[record.state] += 1
                     if record.state == RowState.DONE.value:
                         tokens += record.tokens
                         size += record.bytes
+                        reused += bool(record.origin)
                     for name, values in buffer.items():
                         values.append(source_id if name == "source_id" else getattr(record, name))
                 if len(buffer["row"]) >= ROWS_PER_GROUP:
@@ -136,21 +157,23 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
         state=(JobState.COMPLETED_WITH_ERRORS if errors else JobState.COMPLETED).value,
         manifest_xxh3=xxh3,
         completed_at=round(time.time(), 3),
+        reused=reused,
+        retries=generation,
     )
     if create_file(job_dir / COMPLETE, to_json(report.to_dict())):
         return report
     return load_completion(job_dir) or report
 
 
-def _checked(job_dir: Path, batches: list[Batch]) -> Iterator[tuple[Batch, list[RowRecord]]]:
+def _checked(job_dir: Path, batches: list[Batch], ledger: JobLedger) -> Iterator[tuple[Batch, list[RowRecord]]]:
     """(batch, its rows' records in order). Raises ``incomplete`` after all batches were seen, so that the error has all counts."""
-    segments = segments_by_batch(job_dir)
+    acks = load_acks(job_dir)
     missing = 0
     first_rows: list[int] = []
     bad_batches: list[int] = []
     for batch in batches:
-        records = fold(segments.get(batch.batch, []))
-        bad = [row for row in range(batch.start, batch.stop) if not _is_kept(job_dir, records.get(row))]
+        records = ledger.records(batch.batch)
+        bad = [row for row in range(batch.start, batch.stop) if not _is_kept(job_dir, records.get(row), acks)]
         if bad:
             missing += len(bad)
             first_rows += bad[: NAMED_ROWS - len(first_rows)]
@@ -169,8 +192,8 @@ def _checked(job_dir: Path, batches: list[Batch]) -> Iterator[tuple[Batch, list[
         )
 
 
-def _is_kept(job_dir: Path, record: RowRecord | None) -> bool:
-    if record is None or record.state != RowState.DONE.value:
+def _is_kept(job_dir: Path, record: RowRecord | None, acks: Acks) -> bool:
+    if record is None or record.state != RowState.DONE.value or record.row in acks:
         return record is not None
     try:
         return os.stat(job_dir / record.path).st_size == record.bytes

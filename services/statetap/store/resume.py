@@ -17,8 +17,10 @@ from ..contracts.errors import RowError
 from ..contracts.layout import TEMP_PREFIX, folder
 from ..contracts.profile import CaptureProfile
 from ..contracts.records import Batch, RowRecord, RowState
+from .acks import load_acks
 from .fs import fsync_dir, remove, store_error
-from .ledger import LedgerWriter, fold, segments_by_batch
+from .ledger import JobLedger, LedgerWriter
+from .retries import opened_by
 from .rows import RowsFile
 from .sample import check_sample
 
@@ -35,6 +37,7 @@ class Resumed:
     open_rows: dict[int, int]
     adopted: int
     swept: int
+    reused: int = 0  # taken from earlier jobs (reuse.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ def _scan(job_dir: Path, batch: Batch) -> Iterator[_Found]:
 def resume_batch(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
     """Fold the batch's ledger, adopt or remove files without a line, sweep temps.
 
-    A row that is recorded as done but whose file is missing or has another size is open again, with the next generation.
+    A row that is recorded as done but whose file is missing or has another size is open again, with the next generation; so is one that
+    a retry has opened, with the retry's.
     Raises StoreError.
     """
     try:
@@ -79,7 +83,8 @@ def resume_batch(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: Row
 
 
 def _resume(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
-    records = fold(segments_by_batch(job_dir).get(batch.batch, []))
+    ledger = JobLedger(job_dir)
+    records = ledger.last(batch.batch)
     sizes: dict[tuple[int, int], int] = {}
     adopted: list[RowRecord] = []
     swept = 0
@@ -112,12 +117,16 @@ def _resume(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile
             held = records.get(record.row)
             if held is None or record.rank > held.rank:
                 records[record.row] = record
+    acks = load_acks(job_dir)
     open_rows: dict[int, int] = {}
     for number in range(batch.start, batch.stop):
         record = records.get(number)
         if record is None:
             open_rows[number] = 0
-        elif record.state == RowState.DONE.value and sizes.get((number, record.generation)) != record.bytes:
+        elif generation := opened_by(record, ledger.retries):
+            open_rows[number] = generation
+            del records[number]
+        elif record.state == RowState.DONE.value and sizes.get((number, record.generation)) != record.bytes and number not in acks:
             log.warning("event=file_lost row=%d batch=%d path=%s", number, batch.batch, record.path)
             remove(job_dir / record.path)
             open_rows[number] = record.generation + 1
