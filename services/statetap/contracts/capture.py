@@ -48,6 +48,7 @@ class CaptureReply:
     protocol: int = PROTOCOL
     path: str = ""
     rows: int = 0
+    held_s: float = 0.0  # seconds that the reply waited for the file after the forward was answered
     code: str = ""
     message: str = ""
 

@@ -76,6 +76,21 @@ def pause(job_id: str) -> str:
     return f"statetap:pause:{job_id}"
 
 
+def give_way(job_id: str, batch: int, attempt: int) -> str:
+    """Set, with a TTL, when this attempt shall commit what is in flight and hand the rest back: another job has no worker."""
+    return f"statetap:yield:{job_id}:{batch}:{attempt}"
+
+
+def streak(job_id: str) -> str:
+    """JSON {code, rows}: the last rows that got an outcome all failed with this code. A worker's batch begins where the last one ended."""
+    return f"statetap:streak:{job_id}"
+
+
+def bound(job_id: str) -> str:
+    """Hash worker id -> JSON {at, prefill, d2h, tap, commit}: seconds of the last window that its feeder waited for each."""
+    return f"statetap:bound:{job_id}"
+
+
 def dataset(dataset_id: str) -> str:
     """JSON DatasetStatus: progress of an ingestion, with a TTL."""
     return f"statetap:dataset:{dataset_id}"

@@ -52,7 +52,10 @@ async def _wait_with_file(outcomes: Outcomes, manager: Any, obj: Any, request: A
         async for out in inner:
             reason = out["meta_info"].get("finish_reason")
             if reason is not None:
+                loop = asyncio.get_running_loop()
+                answered = loop.time()
                 reply = await _outcome(future, request, reason)
+                reply = {**reply, "held_s": round(loop.time() - answered, 4)}
                 out["meta_info"]["capture"] = reply
                 # The HTTP server takes one item of a plain request's generator and drops it: no abort after this.
                 kept = reply["status"] == STATUS_OK

@@ -10,20 +10,21 @@ import asyncio
 
 from ..contracts.errors import ErrorCode
 from ..contracts.profile import CaptureProfile
-from ..contracts.records import RowRecord, RowState
+from ..contracts.records import Bound, RowRecord, RowState
 from ..contracts.tensors import tap_bytes
 from ..store.rows import Row
 
 
-def refuse(row: Row, generation: int, profile: CaptureProfile, tap_share: int) -> RowRecord | None:
-    """The ``skipped`` record of a row that is never sent, or None."""
+def refuse(row: Row, generation: int, profile: CaptureProfile, longest: int, tap_share: int) -> RowRecord | None:
+    """The ``skipped`` record of a row that is never sent, or None. ``longest``: tokens of the longest row that the job sends."""
     num_tokens = len(row.input_ids)
     if row.error_code:
         code, message = row.error_code, row.error_message
     elif num_tokens == 0:
         code, message = ErrorCode.EMPTY_PROMPT.value, "the row has no token"
-    elif num_tokens > profile.max_length:
-        code, message = ErrorCode.PROMPT_TOO_LONG.value, f"{num_tokens} tokens; the engine takes {profile.max_length}"
+    elif num_tokens > longest:
+        limit = f"the engine takes {longest}" if longest == profile.max_length else f"the job's max_length is {longest}"
+        code, message = ErrorCode.PROMPT_TOO_LONG.value, f"{num_tokens} tokens; {limit}"
     elif tap_bytes(profile, num_tokens) > tap_share:
         need = tap_bytes(profile, num_tokens)
         code, message = ErrorCode.ROW_EXCEEDS_TAP.value, f"needs {need} bytes of the tap; the worker's share is {tap_share}"
@@ -45,10 +46,13 @@ class Admission:
         self._rows = rows
         self._tap = tap_share
         self._changed = asyncio.Event()
+        self.short_of = Bound.PREFILL
+        """What the last refusal was for: a place in the window (PREFILL), a row that is committed (COMMIT), bytes of the tap (TAP)."""
 
     def admit(self, nbytes: int) -> bool:
         """Take a place in the window, a row and ``nbytes`` of the tap, if all are free."""
         if self._window < 1 or self._rows < 1 or nbytes > self._tap:
+            self.short_of = Bound.PREFILL if self._window < 1 else Bound.COMMIT if self._rows < 1 else Bound.TAP
             return False
         self._window -= 1
         self._rows -= 1

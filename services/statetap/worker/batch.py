@@ -18,20 +18,23 @@ from typing import TypeVar
 
 from ..contracts.capture import new_rid
 from ..contracts.errors import ErrorCode, RowError, StoreError
-from ..contracts.records import Batch, JobSpec, PauseReason, RowRecord, RowState
+from ..contracts.records import Batch, Bound, JobSpec, PauseReason, RowRecord, RowState
 from ..contracts.tensors import tap_bytes
 from ..store.commit import GROUP_ROWS, Committer, Outcome
 from ..store.fs import remove
-from ..store.resume import Resumed, resume_batch
+from ..store.resume import Resumed
 from ..store.rows import Row, RowsFile
 from ..store.sample import SampleWriter, Staged
 from . import drain
 from .admission import Admission, refuse
+from .circuit import Circuit
 from .context import Context
 from .engine import EngineClient, PrefillError
 from .lease import BatchKeys, LeaseKeeper
+from .opening import open_batch
 from .outage import Outage, Verdict
 from .tally import Tally
+from .waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class BatchRun:
         settings = context.settings
         self._settings = settings
         self._context = context
+        self._spec = spec
         self._profile = spec.capture_profile
         self._batch = batch
         self._lease = lease
@@ -75,6 +79,8 @@ class BatchRun:
         self._keys = batch_keys
         self.reason = ""
         self.message = ""
+        self.circuit = Circuit(settings.circuit_failures)
+        self.waits = Waits()
         self.tally = Tally(batch.batch)
         self._bug: BaseException | None = None
         self._loop = asyncio.get_running_loop()
@@ -99,17 +105,23 @@ class BatchRun:
     async def run(self) -> Resumed:
         """Resume and do the open rows; what resuming found is returned. Raises what is no row's fault."""
         publisher: asyncio.Task[None] | None = None
-        self._keeper = LeaseKeeper(self._keys, self._folder, self._context.worker_id, self._stop_from_thread)
+        self._keeper = LeaseKeeper(self._keys, self._folder, self._context.worker_id, self._stop_from_thread, self.waits.recent)
         drain.listen(lambda: self._stop_from_thread(DRAIN))
         try:
             # In a thread: the lease is refreshed and a stop is heard while files are checked for adoption.
-            resumed = await asyncio.to_thread(resume_batch, self._job_dir, self._profile, self._batch, self._rows, self._lease)
+            resumed = await asyncio.to_thread(
+                open_batch, self._settings.store, self._job_dir, self._spec, self._batch, self._rows, self._lease
+            )
             for record in resumed.records.values():
                 self.tally.add(record)
             self._dirty.set()  # told at once: it may be all there is
             publisher = asyncio.create_task(self._publish_forever())
+            before = await self._redis("streak", self._keys.streak) or ("", 0)
+            self.circuit = Circuit(self._settings.circuit_failures, *before)
             await self._feed(resumed)
             await self._finish_rows()
+            if (self.circuit.code, self.circuit.rows) != before:
+                await self._redis("streak", lambda: self._keys.keep_streak(self.circuit.code, self.circuit.rows))
         finally:
             drain.listen(None)
             await self._close(publisher)
@@ -179,7 +191,7 @@ class BatchRun:
             generation = generations.get(row.row)
             if generation is None:
                 continue
-            refused = refuse(row, generation, self._profile, self._context.tap_share)
+            refused = refuse(row, generation, self._profile, self._spec.longest, self._context.tap_share)
             if refused is None:
                 yield row, generation
             else:
@@ -235,11 +247,16 @@ class BatchRun:
         """Wait for rows under way. Nothing can join the committer's group meanwhile once all are handed over."""
         self._feeder_waits = True
         self._hurry_if_idle()
-        await event
+        self.waits.begin(self._admission.short_of)
+        try:
+            await event
+        finally:
+            self.waits.end()
 
     async def _finish_rows(self) -> None:
         self._feeder_waits = True
         self._hurry_if_idle()
+        self.waits.begin(Bound.PREFILL)
         while self._tasks and time.monotonic() < self._drain_until:
             await asyncio.wait(self._tasks, timeout=min(1.0, max(0.0, self._drain_until - time.monotonic())))
         if self._tasks:
@@ -283,12 +300,16 @@ class BatchRun:
                 self._admission.again()
             try:
                 try:
+                    sent = self._loop.time()
                     reply = await self._engine.prefill(rid, ids_json)
+                    self.waits.replied(self._loop.time() - sent, reply.held_s)
                     if reply.path != f"{self._lease}/{tap_file.name}":
                         raise PrefillError(ErrorCode.PROTOCOL_MISMATCH, f"the reply names the file {reply.path!r}", again=False)
                 finally:
                     self._admission.answered()
-                return await self._loop.run_in_executor(self._write_pool, self._writer.stage, item.row, item.generation, tap_file)
+                staged = await self._loop.run_in_executor(self._write_pool, self._writer.stage, item.row, item.generation, tap_file)
+                self.circuit.good()
+                return staged
             except PrefillError as e:
                 error: PrefillError | RowError = e
                 again = e.again
@@ -307,8 +328,13 @@ class BatchRun:
             remove(tap_file)
             tries += charged
             waits += not charged
+            if self.circuit.stops(error.code, error.message):
+                self.stop(PauseReason.CIRCUIT_OPEN.value, self.circuit.message)
+                return None
             if not again or tries >= self._settings.row_attempts:
                 log.warning("event=row_failed row=%d tries=%d error=%s", number, tries, error)
+                if self.circuit.failed(error.code, error.message):
+                    self.stop(PauseReason.CIRCUIT_OPEN.value, self.circuit.message)
                 return self._failed(number, item.generation, error.code, error.message)
             if self.reason:
                 return None

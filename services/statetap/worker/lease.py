@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 PAUSE_TTL_S = 15
 LEFTOVER_TTL_S = 7 * 86_400  # of inflight and suspects: long enough for a job that is paused over a holiday
+WAITS_TTL_S = 30
+YIELD = "yield"
 TICK_S = 1.0  # control is read, and the lease file touched, this often
 
 # Take the lease. Rows that a lost attempt left in flight, and that nobody has moved yet, become suspects.
@@ -113,6 +115,7 @@ class BatchKeys:
         self._lease = lease
         self._field = f"{job_id}:{batch}"
         self._lease_key = keys.lease(job_id, batch)
+        self._yield_key = keys.give_way(job_id, batch, attempt)
         self._outstanding = keys.outstanding(profile_id)
         self._inflight = keys.inflight(job_id, batch)
         self._suspects = keys.suspects(job_id, batch)
@@ -154,8 +157,12 @@ class BatchKeys:
         return bool(kept)
 
     def control(self) -> str:
-        """What a person wants of the job; ``run`` where Redis does not say (wiped: the reconciler says it again)."""
-        return str(self._client.get(keys.control(self._job_id)) or Control.RUN.value)
+        """What a person wants of the job; ``run`` where Redis does not say (wiped: the reconciler says it again).
+
+        ``yield``: nothing, but another job has no worker.
+        """
+        control, give_way = self._client.mget(keys.control(self._job_id), self._yield_key)
+        return YIELD if give_way and control in (None, Control.RUN.value) else str(control or Control.RUN.value)
 
     def suspects(self) -> dict[int, int]:
         """Row -> losses at which it was alone in flight, of the rows that have to run alone, in order."""
@@ -182,10 +189,30 @@ class BatchKeys:
             done = script(keys=script_keys, args=arguments)
         return done == 1
 
-    def pause(self, reason: PauseReason, message: str) -> None:
-        """Tell the reconciler why this batch is handed back; it gives out nothing of the job while this stands."""
-        data = {"reason": reason.value, "message": message, "at": round(time.time(), 3)}
+    def pause(self, reason: PauseReason, message: str, *, code: str = "") -> None:
+        """Tell the reconciler why this batch is handed back; it gives out nothing of the job while this stands.
+
+        ``code``: the cause that opened the circuit; then the reconciler makes it a pause that a person ends.
+        """
+        data = {"reason": reason.value, "message": message, "code": code, "at": round(time.time(), 3)}
         self._client.set(keys.pause(self._job_id), json.dumps(data), ex=PAUSE_TTL_S)
+
+    def streak(self) -> tuple[str, int]:
+        """(code, rows): how the job's rows failed at the end of the last batch."""
+        raw = self._client.get(keys.streak(self._job_id))
+        data = json.loads(raw) if raw else {}
+        return str(data.get("code", "")), int(data.get("rows", 0))
+
+    def keep_streak(self, code: str, rows: int) -> bool:
+        self._client.set(keys.streak(self._job_id), json.dumps({"code": code, "rows": rows}), ex=LEFTOVER_TTL_S)
+        return True
+
+    def tell_waits(self, worker_id: str, waits: dict[str, float]) -> None:
+        """What this worker's feeder waited for lately."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.hset(keys.bound(self._job_id), worker_id, json.dumps({"at": round(time.time(), 3)} | waits))
+            pipe.expire(keys.bound(self._job_id), WAITS_TTL_S)
+            pipe.execute()
 
     def end(self) -> None:
         """Give the lease back, and take the batch off the list of those given out where it is still given to this attempt."""
@@ -195,12 +222,21 @@ class BatchKeys:
 class LeaseKeeper:
     """The thread of a horse that refreshes its lease, touches its lease file in the tap and reads the job's control key."""
 
-    def __init__(self, batch_keys: BatchKeys, folder: Path, worker_id: str, on_change: Callable[[str], None]) -> None:
-        """``on_change`` is called in the thread, with ``lost``, ``pause`` or ``cancel``."""
+    def __init__(
+        self,
+        batch_keys: BatchKeys,
+        folder: Path,
+        worker_id: str,
+        on_change: Callable[[str], None],
+        waits: Callable[[], dict[str, float]],
+    ) -> None:
+        """``on_change`` is called in the thread, with ``lost``, ``yield``, ``pause`` or ``cancel``; what ``waits`` says is told with each refresh."""
         self._keys = batch_keys
         self._folder = folder
         self._note = json.dumps({"worker_id": worker_id, "pid": os.getpid()}).encode()
         self._on_change = on_change
+        self._worker_id = worker_id
+        self._waits = waits
         self._stop = threading.Event()
         self.lost = False
         make_lease_folder(folder, self._note)
@@ -225,7 +261,7 @@ class LeaseKeeper:
             try:
                 self.touch()
                 control = self._keys.control()
-                if control in (Control.PAUSE.value, Control.CANCEL.value):
+                if control != Control.RUN.value:
                     self._on_change(control)
                 if time.monotonic() - refreshed >= keys.LEASE_REFRESH_S - TICK_S / 2:
                     if not self._keys.keep():
@@ -233,6 +269,7 @@ class LeaseKeeper:
                         self._on_change("lost")
                         return
                     refreshed = time.monotonic()
+                    self._keys.tell_waits(self._worker_id, self._waits())
             except (redis.ConnectionError, redis.TimeoutError) as e:
                 # The next tick tries again; a lease that lapsed meanwhile is taken again or found lost then.
                 log.debug("event=lease_not_refreshed error=%s", type(e).__name__)

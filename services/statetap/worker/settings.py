@@ -29,6 +29,9 @@ class WorkerSettings(BaseSettings):
     )
     window: int = Field(default=32, ge=1, description="Prefills in flight a worker: enough to keep the engine's prefill batch full.")
     request_timeout_s: float = Field(default=300.0, gt=0, description="Seconds after which a prefill is given up and tried again.")
+    circuit_failures: int = Field(
+        default=20, ge=0, description="Rows that fail one after another with one cause before the job is paused as circuit_open; 0: never."
+    )
     row_attempts: int = Field(default=3, ge=1, description="Prefills of a row before it is recorded as failed.")
     engine_down_after_s: float = Field(
         default=10.0, gt=0, description="Seconds without an answer of the engine after which the job is paused as engine_down."

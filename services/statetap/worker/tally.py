@@ -20,6 +20,9 @@ class Tally:
         self._errors: Counter[str] = Counter()
         self._tokens = 0
         self._bytes = 0
+        self._reused = 0
+        self._reused_tokens = 0
+        self._reused_bytes = 0
 
     def add(self, record: RowRecord) -> None:
         """A record that is on disk now. One that does not win changes nothing."""
@@ -36,6 +39,10 @@ class Tally:
         self._bytes += by * record.bytes
         if record.state == RowState.DONE.value:
             self._tokens += by * record.tokens
+        if record.origin:
+            self._reused += by
+            self._reused_tokens += by * record.tokens
+            self._reused_bytes += by * record.bytes
         if record.code:
             self._errors[record.code] += by
 
@@ -47,5 +54,8 @@ class Tally:
             skipped=self._states[RowState.SKIPPED.value],
             tokens=self._tokens,
             bytes=self._bytes,
+            reused=self._reused,
+            reused_tokens=self._reused_tokens,
+            reused_bytes=self._reused_bytes,
             errors={code: n for code, n in self._errors.items() if n},
         )

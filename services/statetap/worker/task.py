@@ -22,7 +22,7 @@ from ..store.rows import RowsFile
 from . import drain
 from .batch import REDIS_GRACE_S, BatchRun
 from .context import Context, current
-from .lease import BatchKeys, connect
+from .lease import YIELD, BatchKeys, connect
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def run_batch(job_id: str, batch: int, attempt: int) -> None:
 
 
 def _run(context: Context, job_id: str, number: int, lease: str, batch_keys: BatchKeys) -> str:
-    if drain.requested() or (control := batch_keys.control()) != Control.RUN.value:
+    if drain.requested() or (control := batch_keys.control()) not in (Control.RUN.value, YIELD):
         return f"reason={'drain' if drain.requested() else control}"
     folder = context.settings.store / job_dir(job_id)
     spec = load_job(folder)
@@ -78,11 +78,11 @@ async def _run_async(context: Context, spec: JobSpec, folder: Path, batch: Batch
     run = BatchRun(context, spec, folder, batch, lease, rows, batch_keys)
     resumed = await run.run()
     if run.reason in _PAUSES:
-        batch_keys.pause(PauseReason(run.reason), run.message)
+        batch_keys.pause(PauseReason(run.reason), run.message, code=run.circuit.code if run.circuit.is_open else "")
     t = run.tally.totals()
     return (
         f"reason={run.reason or 'all_rows'} done={t.done} failed={t.failed} skipped={t.skipped} open={batch.rows - t.rows} "
-        f"resumed={len(resumed.records)} adopted={resumed.adopted} swept={resumed.swept}"
+        f"resumed={len(resumed.records)} reused={resumed.reused} adopted={resumed.adopted} swept={resumed.swept}"
     )
 
 
