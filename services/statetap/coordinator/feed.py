@@ -54,6 +54,18 @@ redis.call('HSET', KEYS[1], ARGV[1],
 return {1, attempt, #rows}
 """
 
+# KEYS queue; ARGV number of ids, the ids as they were seen, the same in the wanted order. Returns 0 when they are others now.
+REORDER = """
+local n = tonumber(ARGV[1])
+local now = redis.call('LRANGE', KEYS[1], 0, -1)
+if #now ~= n then return 0 end
+for i = 1, n do if now[i] ~= ARGV[1 + i] then return 0 end end
+redis.call('DEL', KEYS[1])
+redis.call('RPUSH', KEYS[1], unpack(ARGV, n + 2, 2 * n + 1))
+return 1
+"""
+
+YIELD_TTL_S = 60
 RESULT_TTL_S = 60  # of RQ's records: they are for a look at what went wrong, never a truth
 FAILURE_TTL_S = 600
 ENDED_TTL_S = 3600  # a horse of an ended job that wakes late still reads that it has to leave
@@ -100,6 +112,7 @@ class Feed:
         self._queues: dict[str, Queue] = {}
         self._give = self.redis.register_script(GIVE)
         self._lapse = self.redis.register_script(LAPSE)
+        self._reorder = self.redis.register_script(REORDER)
 
     def close(self) -> None:
         self.redis.close()
@@ -110,9 +123,9 @@ class Feed:
             self._queues[name] = Queue(name, connection=self._rq, serializer=JSONSerializer)
         return self._queues[name]
 
-    def queued(self, name: str) -> set[str]:
-        """RQ ids that wait in a queue (LRANGE; RQ's registries are no truth)."""
-        return set(map(str, self.redis.lrange(f"rq:queue:{name}", 0, -1)))
+    def queued(self, name: str) -> list[str]:
+        """RQ ids that wait in a queue, the next one first (LRANGE; RQ's registries are no truth)."""
+        return list(map(str, self.redis.lrange(f"rq:queue:{name}", 0, -1)))
 
     def give(self, profile_id: str, job_id: str, batch: int) -> int | None:
         """Give a batch out: its attempt, or None when it is out already."""
@@ -121,6 +134,14 @@ class Feed:
             return None
         self._enqueue_batch(profile_id, job_id, batch, attempt, at_front=False)
         return attempt
+
+    def reorder(self, name: str, seen: list[str], wanted: list[str]) -> bool:
+        """Put the queued ids into this order; False when the queue is not as it was ``seen`` any more (a worker took one)."""
+        return bool(self._reorder(keys=[f"rq:queue:{name}"], args=[len(seen), *seen, *wanted]))
+
+    def give_way(self, job_id: str, batch: int, attempt: int) -> None:
+        """Ask an attempt to commit what is in flight and to hand the rest back."""
+        self.redis.set(keys.give_way(job_id, batch, attempt), "1", ex=YIELD_TTL_S)
 
     def lapse(self, profile_id: str, entry: Entry, *, again: bool) -> tuple[bool, int]:
         """Take back an attempt whose holder is gone, and give the batch out anew, before all others, if ``again``.
@@ -208,7 +229,7 @@ class Feed:
             pipe.expire(keys.totals(job_id), ENDED_TTL_S)
             # Known stays a while: another coordinator, a tick behind, must not take the drop for a wipe.
             pipe.set(keys.known(job_id), "1", ex=ENDED_TTL_S)
-            pipe.unlink(keys.attempts(job_id), keys.losses(job_id), keys.pause(job_id))
+            pipe.unlink(*(f(job_id) for f in (keys.attempts, keys.losses, keys.pause, keys.streak, keys.bound)))
             for names in _chunks(f(job_id, b) for b in range(batches) for f in (keys.inflight, keys.suspects)):
                 pipe.unlink(*names)
             pipe.execute()

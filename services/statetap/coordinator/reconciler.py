@@ -6,7 +6,6 @@ the next look does what is still to be done. A tick never does work in proportio
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -19,15 +18,16 @@ import redis
 
 from ..contracts import keys
 from ..contracts.errors import ErrorCode, StatetapError, StoreError
-from ..contracts.records import Control, EngineInfo, JobControl, JobState, PauseReason
+from ..contracts.records import Control, EngineInfo, JobControl, JobState, Retain
 from ..store.fs import free_bytes, store_error
 from . import engines
+from .arranging import arrange
 from .background import Background
 from .catalog import Catalog, ended
 from .endings import Endings
 from .feed import Entry, Feed, parse_outstanding
 from .ingestion import feed_ingestion
-from .states import Seen, Verdict, judge
+from .states import Pause, Seen, Verdict, judge, parse_pause
 from .totals import Rates
 from .view import FRUITLESS_LIMIT, SETTLE_S, Given, JobView
 
@@ -66,6 +66,7 @@ class Reconciler:
         self._background = Background(self.wake)
         self._endings = Endings(catalog, feed)
         self._finished: dict[str, int] = defaultdict(int)  # profile -> batches that ended since the last tick
+        self.looked = (0, 0.0, time.monotonic())  # ticks that ended well, the seconds they took together, when the last one ended
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -92,6 +93,7 @@ class Reconciler:
             self._wake.clear()
             try:
                 self.tick()
+                self.looked = (self.looked[0] + 1, self.looked[1] + time.monotonic() - started, time.monotonic())
                 if self._away:
                     log.info("Redis is back")
                 self._away = False
@@ -142,7 +144,9 @@ class Reconciler:
             if verdict is not None and verdict.feeds:
                 fed[view.profile_id].append(view)
         for profile_id, group in fed.items():
-            self._give(profile_id, group, engines.workers_of(live, profile_id), now)
+            workers = engines.workers_of(live, profile_id)
+            self._give(profile_id, group, workers, now)
+            arrange(self._feed, profile_id, group, workers, now)
 
     def _open_views(self) -> list[JobView]:
         """Views of all jobs that have not ended; those of ended ones are dropped."""
@@ -232,8 +236,13 @@ class Reconciler:
         if finished and now >= view.trouble_until:
             self._start(view, self._endings.finish)
             return None
-        seen = self._seen(view, control, live, free, least, worker_pause, now)
+        pause = parse_pause(worker_pause)
+        if pause is not None and pause.stands and control.control == Control.RUN:
+            control = self._open_for_good(view, pause)
+        seen = self._seen(view, control, live, free, least, pause, now)
         verdict = judge(seen)
+        if not verdict.feeds and not view.entries:
+            view.window.reset()
         self._save(view, control, verdict)
         if redis_control != verdict.control:
             self._feed.redis.set(keys.control(job_id), verdict.control.value)
@@ -262,7 +271,7 @@ class Reconciler:
         return True
 
     def _seen(
-        self, view: JobView, control: JobControl, live: list[EngineInfo], free: int, least: int, worker_pause: str | None, now: float
+        self, view: JobView, control: JobControl, live: list[EngineInfo], free: int, least: int, pause: Pause | None, now: float
     ) -> Seen:
         if now >= view.trouble_until:
             view.trouble = None
@@ -270,13 +279,15 @@ class Reconciler:
         started = bool(control.started_at or view.sums.rows or view.leased or any(e.started for e in view.entries.values()))
         return Seen(
             control=control.control,
+            standing=(control.reason, control.message) if control.control == Control.PAUSE else ("", ""),
             started=started,
             engines=len(mine),
             healthy=sum(e.healthy for e in mine),
             free_bytes=free,
             min_free_bytes=least,
             start_command=engines.start_command(view.spec.profile),
-            worker_pause=_parse_pause(worker_pause),
+            unread=view.unread(self._catalog.acks(view.spec.job_id).bytes if view.spec.retain == Retain.UNTIL_READ else 0),
+            worker_pause=(pause.reason, pause.message) if pause is not None else None,
             trouble=view.trouble,
             circuit=view.circuit_message if now < view.circuit_until else "",
         )
@@ -295,6 +306,20 @@ class Reconciler:
 
         self._catalog.change_control(view.spec.job_id, change)
         log.info("%s: %s%s", view.spec.job_id, verdict.state, f" ({verdict.reason}: {verdict.message})" if verdict.reason else "")
+
+    def _open_for_good(self, view: JobView, pause: Pause) -> JobControl:
+        """Rows failed one after another with one cause: no row more until a person has looked at it."""
+
+        def change(c: JobControl) -> JobControl:
+            if ended(c) or c.control != Control.RUN:
+                return c
+            new = {"control": Control.PAUSE.value, "state": JobState.PAUSED.value, "reason": pause.reason, "message": pause.message}
+            return JobControl.from_dict(c.to_dict() | new)
+
+        control = self._catalog.change_control(view.spec.job_id, change)
+        self._feed.redis.delete(keys.pause(view.spec.job_id))  # control.json has it now
+        log.warning("%s: %s: %s", view.spec.job_id, control.reason, control.message)
+        return control
 
     def _open_circuit(self, view: JobView, given: Given, now: float) -> None:
         error = self._feed.last_error(given.entry.rq_id)
@@ -350,7 +375,11 @@ class Reconciler:
         want = max(MIN_OUTSTANDING, BATCHES_A_WORKER * workers) + self._finished.pop(profile_id, 0)
         held: dict[str, set[int]] = defaultdict(set)
         candidates = list(group)
-        while out < want and candidates:
+        while candidates:
+            if out >= want:  # each job has one that waits all the same: fairness.py sees to it that it is run in its turn
+                candidates = [v for v in candidates if v.entries.keys() <= v.leased]
+                if not candidates:
+                    return
             view = min(candidates, key=lambda v: (-v.spec.priority, len(v.entries), v.last_fed, v.spec.created_at))
             batch = view.feedable(now, held[view.spec.job_id])
             if batch is None:
@@ -360,17 +389,8 @@ class Reconciler:
             if attempt is None:  # somebody has it: another loop's, or a horse from before Redis was wiped
                 held[view.spec.job_id].add(batch)
                 continue
+            if view.room is not None:
+                view.room -= view.bytes_left(batch)
             view.last_fed = time.monotonic()
             self._note_given(view, batch, attempt)
             out += 1
-
-
-def _parse_pause(value: str | None) -> tuple[str, str] | None:
-    """(reason, message) that a horse left; one that does not parse still pauses the job."""
-    if value is None:
-        return None
-    try:
-        data = json.loads(value)
-        return PauseReason(data["reason"]).value, str(data.get("message", ""))
-    except (ValueError, KeyError, TypeError):
-        return PauseReason.ENGINE_DOWN.value, f"a worker paused the job: {value[:200]}"

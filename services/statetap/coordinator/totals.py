@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..contracts.records import Batch, BatchTotals
 
 MIN_WINDOW_S = 1.0  # a rate over less is noise
+_COUNTS = ("done", "failed", "skipped", "tokens", "bytes", "reused", "reused_tokens", "reused_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class Sums:
     skipped: int = 0
     tokens: int = 0
     bytes: int = 0
+    reused: int = 0  # of the done rows: taken from earlier jobs
+    reused_tokens: int = 0
+    reused_bytes: int = 0
     finished: int = 0  # batches
     tokens_left: int = 0
     errors: dict[str, int] = field(default_factory=dict)
@@ -95,15 +99,21 @@ class TotalsFold:
     def _parse(self, key: str, value: str) -> BatchTotals | None:
         try:
             totals = BatchTotals.from_dict(json.loads(value))
-            numbers = [totals.done, totals.failed, totals.skipped, totals.tokens, totals.bytes, *totals.errors.values()]
-            if min(numbers) < 0 or not key.isdigit() or totals.batch != int(key) or totals.batch >= len(self.plan):
+            numbers = [getattr(totals, name) for name in _COUNTS] + [*totals.errors.values()]
+            if (
+                min(numbers) < 0
+                or totals.reused > totals.done
+                or not key.isdigit()
+                or totals.batch != int(key)
+                or totals.batch >= len(self.plan)
+            ):
                 return None
             return totals if totals.rows <= self.plan.rows(totals.batch) else None
         except (ValueError, TypeError, AttributeError):
             return None
 
     def _add(self) -> Sums:
-        count = {"done": 0, "failed": 0, "skipped": 0, "tokens": 0, "bytes": 0}
+        count = dict.fromkeys(_COUNTS, 0)
         errors: dict[str, int] = {}
         left = self.plan.total_tokens
         self.finished[:] = False
@@ -122,6 +132,11 @@ class TotalsFold:
         """Rows of a batch that have a terminal state."""
         totals = self._totals.get(batch)
         return totals.rows if totals else 0
+
+    def bytes_of(self, batch: int) -> int:
+        """Bytes of a batch's committed files."""
+        totals = self._totals.get(batch)
+        return totals.bytes if totals else 0
 
     def next_batch(self, outstanding: set[int]) -> int | None:
         """The lowest unfinished batch that is not given out, or None."""
@@ -143,19 +158,33 @@ class Rates:
 
 
 class RateWindow:
-    """Samples (time, done rows, their tokens and bytes) of the last ``window_s`` seconds, one a tick."""
+    """Samples (time, rows prefilled, their tokens and bytes) of the last ``window_s`` seconds, one a tick.
+
+    Rows that were reused are no speed. The window begins with the first look that finds new rows: what went by before it was a start
+    (an engine that warms up, a batch that is opened), and part of an interval.
+    """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._idle: tuple[int, int, int] | None = None  # what there was before the first row came
 
     def reset(self) -> None:
-        """Forget the samples: the totals jumped without work (folded again from the ledger)."""
+        """Forget the samples: the totals jumped without work (folded again from the ledger), or the job stands still."""
         self._samples.clear()
+        self._idle = None
 
     def add(self, now: float, sums: Sums) -> None:
         """``now`` is monotonic seconds."""
-        self._samples.append((now, sums.done, sums.tokens, sums.bytes))
+        worked = sums.done - sums.reused, sums.tokens - sums.reused_tokens, sums.bytes - sums.reused_bytes
+        if self._idle is not None:
+            if worked == self._idle:
+                return
+            self._idle = None
+        elif not self._samples:
+            self._idle = worked
+            return
+        self._samples.append((now, *worked))
         # The newest sample that is older than the window stays: it is where the window begins.
         while len(self._samples) > 2 and self._samples[1][0] <= now - self._window_s:
             self._samples.popleft()

@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from ..contracts import keys
-from ..contracts.records import JobSpec
+from ..contracts.profile import CaptureProfile
+from ..contracts.records import JobSpec, Retain
+from ..contracts.tensors import sample_bytes
 from .feed import Entry
 from .totals import PlanIndex, RateWindow, Sums, TotalsFold
 
@@ -30,12 +32,15 @@ class JobView:
     """One job that has not ended. Only the reconciler's thread changes it, and the job's background task while it is busy."""
 
     spec: JobSpec
+    profile: CaptureProfile
     profile_id: str
     plan: PlanIndex
     fold: TotalsFold
     window: RateWindow
     entries: dict[int, Entry] = field(default_factory=dict)  # out at this look
     leased: set[int] = field(default_factory=set)  # of them: somebody works on it
+    leased_since: dict[tuple[int, int], float] = field(default_factory=dict)  # (batch, attempt) -> monotonic time
+    yielded: set[tuple[int, int]] = field(default_factory=set)  # (batch, attempt) that were asked to make room
     given: dict[int, Given] = field(default_factory=dict)
     missing_since: dict[tuple[int, int], float] = field(default_factory=dict)  # (batch, attempt) not started and not queued
     tries: dict[int, int] = field(default_factory=dict)  # batch -> attempts handed back without a row
@@ -46,6 +51,7 @@ class JobView:
     trouble: tuple[str, str] | None = None
     trouble_until: float = 0.0
     incomplete: int = 0  # times that finishing found rows missing
+    room: int | None = None  # retain=until_read: bytes that may still be written
     touched: bool = True  # its totals may have changed since they were read
     last_fed: float = 0.0
     hold_until: float = 0.0  # monotonic; not fed before
@@ -53,11 +59,35 @@ class JobView:
 
     @classmethod
     def open(cls, spec: JobSpec, plan: PlanIndex, window_s: float) -> JobView:
-        return cls(spec=spec, profile_id=spec.capture_profile.profile_id, plan=plan, fold=TotalsFold(plan), window=RateWindow(window_s))
+        profile = spec.capture_profile
+        return cls(spec=spec, profile=profile, profile_id=profile.profile_id, plan=plan, fold=TotalsFold(plan), window=RateWindow(window_s))
 
     @property
     def sums(self) -> Sums:
         return self.fold.sums
+
+    def unread(self, freed: int) -> tuple[int, int] | None:
+        """(bytes that wait to be read, bytes that may) when a job with retain=until_read has to wait for its readers; ``freed``: bytes acknowledged.
+
+        Batches are given out only where all that they can write has room, so the limit holds whatever the workers do.
+        """
+        if self.spec.retain != Retain.UNTIL_READ:
+            return None
+        most, waiting = self.spec.retain_bytes, self.sums.bytes - freed
+        self.room = most - waiting - sum(map(self.bytes_left, self.entries))
+        batch = self.fold.next_batch(set(self.entries))
+        full = batch is not None and not self.entries and not self.has_room(batch)
+        return (waiting, most) if full else None
+
+    def bytes_left(self, batch: int) -> int:
+        """Bytes that a batch can still write, at most."""
+        base = sample_bytes(self.profile, 0)
+        per_token = sample_bytes(self.profile, 1) - base
+        whole = self.plan.rows(batch) * base + int(self.plan.tokens[batch]) * per_token
+        return max(whole - self.fold.bytes_of(batch), 0)
+
+    def has_room(self, batch: int) -> bool:
+        return self.room is None or self.bytes_left(batch) <= self.room
 
     def in_trouble(self, code: str, message: str) -> None:
         """Remember why the last step failed; it is tried again after TROUBLE_RETRY_S."""
@@ -77,11 +107,14 @@ class JobView:
             if self.fold.rows_of(batch) > g.rows or self.fold.finished[batch]:
                 self.fruitless = 0
                 self.tries.pop(batch, None)
+            elif (batch, g.entry.attempt) in self.yielded:
+                continue  # it did what it was asked for
             elif not excused and batch not in self.entries:
                 self.tries[batch] = self.tries.get(batch, 0) + 1
                 self.not_before[batch] = now + min(2.0 ** (self.tries[batch] - 1), MAX_DELAY_S)
                 self.fruitless += 1
                 fruitless.append(g)
+        self.yielded &= {(b, e.attempt) for b, e in self.entries.items()}
         self.given = {
             b: kept if (kept := self.given.get(b)) and kept.entry.attempt == e.attempt else Given(entry=e, rows=self.fold.rows_of(b))
             for b, e in self.entries.items()
@@ -96,4 +129,5 @@ class JobView:
     def feedable(self, now: float, held: set[int]) -> int | None:
         """The lowest unfinished batch that may be given out now."""
         waiting = {b for b, t in self.not_before.items() if t > now}
-        return self.fold.next_batch(self.entries.keys() | held | waiting)
+        batch = self.fold.next_batch(self.entries.keys() | held | waiting)
+        return batch if batch is not None and self.has_room(batch) else None

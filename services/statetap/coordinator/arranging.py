@@ -1,0 +1,51 @@
+"""The queue of a profile with several jobs, brought into the order of fairness.py at each look; long batches asked to make room."""
+
+from __future__ import annotations
+
+import logging
+
+from ..contracts import keys
+from .fairness import Running, Share, order, to_yield
+from .feed import Feed
+from .view import JobView
+
+log = logging.getLogger(__name__)
+
+
+def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now: float) -> None:
+    """``group``: the jobs of a profile that are fed now. Costs nothing while there is only one. Raises RedisError."""
+    for view in group:
+        at_work = {(b, view.entries[b].attempt) for b in view.leased if b in view.entries}
+        view.leased_since = {key: view.leased_since.get(key, now) for key in at_work}
+    if len(group) < 2 or not workers:
+        return
+    queued = feed.queued(keys.queue(profile_id))
+    mine = {e.rq_id: v.spec.job_id for v in group for e in v.entries.values() if not e.started}
+    shares = [
+        Share(
+            job_id=v.spec.job_id,
+            priority=v.spec.priority,
+            leased=len(v.leased_since),
+            served=v.window.rates().tokens_per_s,
+            left=v.sums.tokens_left,
+            waiting=tuple(i for i in queued if mine.get(i) == v.spec.job_id),
+        )
+        for v in group
+    ]
+    wanted = order(shares, workers)
+    wanted += [i for i in queued if i not in mine]  # of jobs that are not fed now: they are handed back at once
+    if wanted != queued:
+        feed.reorder(keys.queue(profile_id), queued, wanted)
+    by_id = {v.spec.job_id: v for v in group}
+    running = [
+        Running(job_id=v.spec.job_id, batch=batch, seconds=now - since)
+        for v in group
+        for (batch, attempt), since in v.leased_since.items()
+        if (batch, attempt) not in v.yielded
+    ]
+    for r in to_yield(shares, running, workers):
+        view = by_id[r.job_id]
+        attempt = view.entries[r.batch].attempt
+        feed.give_way(r.job_id, r.batch, attempt)
+        view.yielded.add((r.batch, attempt))
+        log.info("%s: batch %d makes room for another job", r.job_id, r.batch)
