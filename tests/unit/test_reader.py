@@ -25,6 +25,8 @@ from statetap.store.reader import JobDataset, apply_final_norm
 
 H, L, K = 8, 6, 3
 LENGTHS = [5, 0, 3, 7, 1]  # row 1 was skipped
+COMPLETED = {"rows": 5, "done": 4, "failed": 0, "skipped": 1, "tokens": 16, "bytes": 0, "state": "completed_with_errors"}
+COMPLETED |= {"manifest_xxh3": "", "completed_at": 0.0}
 NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -79,7 +81,7 @@ class Job:
         if complete:
             names = ["row", "state", "tokens", "path"]
             pq.write_table(pa.table({n: [getattr(r, n) for r in self.records] for n in names}), folder / MANIFEST)
-            (folder / COMPLETE).touch()
+            (folder / COMPLETE).write_text(json.dumps(COMPLETED))
 
 
 @pytest.fixture

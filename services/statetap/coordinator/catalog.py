@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..contracts.errors import ErrorCode, RequestError, StoreError
-from ..contracts.layout import CONTROL, DATASET_SPEC, DATASETS, JOB, JOBS, PLAN, REPORT, dataset_dir, job_dir
+from ..contracts.layout import ACKS, CONTROL, DATASET_SPEC, DATASETS, JOB, JOBS, PLAN, REPORT, dataset_dir, job_dir
 from ..contracts.records import DatasetSpec, DatasetState, DatasetStatus, JobControl, JobSpec, JobState
+from ..store.acks import NONE, Acks, load_acks
 from ..store.fs import read_json, store_error
 from ..store.jobs import load_control, load_job, save_control
 from ..store.plan import read_plan
@@ -33,6 +34,7 @@ class Catalog:
         self._jobs: dict[str, JobSpec] = {}
         self._controls: dict[str, tuple[tuple[int, int], JobControl]] = {}
         self._plans: dict[str, PlanIndex] = {}
+        self._acks: dict[str, tuple[tuple[int, int], Acks]] = {}
         self._datasets: dict[str, DatasetSpec] = {}
         self._reports: dict[str, DatasetStatus] = {}
 
@@ -43,11 +45,11 @@ class Catalog:
 
     def job_ids(self) -> list[str]:
         """All acknowledged jobs, sorted by id. Of known jobs no file is looked at: their job.json is never removed alone."""
-        present = _listdir(self.store / JOBS)
+        present = {n for n in _listdir(self.store / JOBS) if not n.startswith(".")}  # not the trash
         with self._lock:
             gone = self._jobs.keys() - present
             for job_id in gone:
-                for cache in (self._jobs, self._controls, self._plans):
+                for cache in (self._jobs, self._controls, self._plans, self._acks):
                     cache.pop(job_id, None)
             known = set(self._jobs)
         new = [i for i in present - known if (self.job_path(i) / JOB).exists() and (self.job_path(i) / PLAN).exists()]
@@ -75,11 +77,16 @@ class Catalog:
         yield from sorted(map(self.job, self.job_ids()), key=lambda s: (s.created_at, s.job_id), reverse=True)
 
     def control(self, job_id: str) -> JobControl:
-        """control.json, read again only when it was replaced."""
+        """control.json, read again only when it was replaced. Raises RequestError ``not_found``, StoreError."""
         path = self.job_path(job_id) / CONTROL
         try:
             found = os.stat(path)
+        except FileNotFoundError:  # deleted, perhaps by another coordinator
+            self.forget_job(job_id)
+            raise RequestError(ErrorCode.NOT_FOUND, f"no job {job_id!r}") from None
         except OSError as e:
+            if not path.parent.exists():  # deleted since it was listed
+                raise RequestError(ErrorCode.NOT_FOUND, f"no job {job_id!r}") from None
             raise store_error(e, f"read {CONTROL} of {job_id}") from e
         # The inode too: two changes can fall within one tick of the file system's clock.
         version = found.st_mtime_ns, found.st_ino
@@ -91,18 +98,40 @@ class Catalog:
             self._controls[job_id] = version, control
         return control
 
+    def acks(self, job_id: str) -> Acks:
+        """What readers have acknowledged, read again only when it was replaced."""
+        path = self.job_path(job_id) / ACKS
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return NONE
+        except OSError as e:
+            raise store_error(e, f"read {ACKS} of {job_id}") from e
+        version = found.st_mtime_ns, found.st_ino
+        held = self._acks.get(job_id)
+        if held is None or held[0] != version:
+            held = version, load_acks(path.parent)
+            with self._lock:
+                self._acks[job_id] = held
+        return held[1]
+
+    def freed_bytes(self, job_id: str) -> int:
+        """Bytes of acknowledged rows, as :meth:`acks` saw them last. Does not block."""
+        held = self._acks.get(job_id)
+        return held[1].bytes if held is not None else 0
+
     def change_control(self, job_id: str, change: Callable[[JobControl], JobControl]) -> JobControl:
         """Replace control.json by ``change`` of what it is now, under the folder's lock; written only when it differs.
 
         Exceptions of ``change`` pass through and nothing is written.
         """
         path = self.job_path(job_id)
-        with _locked(path):
+        with locked(path):
             before = load_control(path)
             after = change(before)
             if after == before:
                 return before
-            after = JobControl.from_dict(after.to_dict() | {"updated_at": time.time()})
+            after = JobControl.from_dict(after.to_dict() | {"updated_at": time.time(), "revision": before.revision + 1})
             save_control(path, after)
         return after
 
@@ -118,6 +147,18 @@ class Catalog:
     def forget_plan(self, job_id: str) -> None:
         with self._lock:
             self._plans.pop(job_id, None)
+
+    def forget_job(self, job_id: str) -> None:
+        """It was deleted."""
+        with self._lock:
+            for cache in (self._jobs, self._controls, self._plans, self._acks):
+                cache.pop(job_id, None)
+
+    def forget_dataset(self, dataset_id: str) -> None:
+        """It was deleted."""
+        with self._lock:
+            self._datasets.pop(dataset_id, None)
+            self._reports.pop(dataset_id, None)
 
     def profile(self, profile_id: str) -> dict[str, object] | None:
         """A capture profile as some job on the store has it."""
@@ -198,10 +239,12 @@ def _listdir(path: Path) -> set[str]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """An exclusive lock on a folder, across threads and processes; it goes with the descriptor."""
+def locked(folder: Path) -> Iterator[None]:
+    """An exclusive lock on a job's folder, across threads and processes; it goes with the descriptor."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise RequestError(ErrorCode.NOT_FOUND, f"no job {folder.name!r}") from None
     except OSError as e:
         raise store_error(e, f"lock {folder.name}") from e
     try:

@@ -8,35 +8,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from ..contracts.errors import ErrorCode, RequestError, StoreError
+from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import ROWS
 from ..contracts.profile import CaptureProfile
-from ..contracts.records import Batch, DatasetState, DatasetStatus, JobSpec
+from ..contracts.records import Batch, DatasetState, DatasetStatus, JobSpec, Retain
 from ..contracts.tensors import sample_bytes
-from ..store.fs import free_bytes
 from ..store.jobs import create_job
 from ..store.plan import batch_tokens_for, cut
 from ..store.rows import RowsFile
 from . import models
 from .catalog import Catalog
-from .reconciler import least_free
+from .sizing import Choice, Size, measure, preflight, room
 
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """What a job would prefill and write. ``longest`` is the longest row of the dataset, skipped or not."""
-
-    rows: int
-    accepted: int
-    tokens: int
-    bytes: int
-    longest: int
+RETAINED_BATCHES = 8  # that fit into retain_bytes: the workers' batches, and some that are read
+MAX_REUSE_FROM = 16  # jobs: each costs a look a row
 
 
 def ready_report(catalog: Catalog, dataset_id: str) -> DatasetStatus:
@@ -55,24 +41,8 @@ def ready_report(catalog: Catalog, dataset_id: str) -> DatasetStatus:
     return report
 
 
-def sendable(rows: RowsFile, max_length: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Token counts by record batch, 0 for rows that are not sent: bad ones, and ones longer than the engine takes."""
-    for counts in rows.lengths():
-        yield np.where(counts <= max_length, counts, 0)
-
-
-def measure(rows: RowsFile, profile: CaptureProfile) -> Size:
-    """Exact tokens and bytes of a job over these rows."""
-    accepted = tokens = longest = 0
-    for counts in rows.lengths():
-        fits = counts[(counts > 0) & (counts <= profile.max_length)]
-        accepted += fits.size
-        tokens += int(fits.sum())
-        longest = max(longest, int(counts.max(initial=0)))
-    # sample_bytes is linear in the tokens, so the sum over rows needs no loop over them.
-    base = sample_bytes(profile, 0)
-    size = accepted * base + tokens * (sample_bytes(profile, 1) - base)
-    return Size(rows=rows.rows, accepted=accepted, tokens=tokens, bytes=size, longest=longest)
+def new_job_id() -> str:
+    return "job-" + secrets.token_hex(8)
 
 
 def submit(
@@ -80,31 +50,43 @@ def submit(
     request: models.JobRequest,
     report: DatasetStatus,
     profile: CaptureProfile,
-    reserved: Callable[[], int],
+    reserved: int,
     min_free_bytes: int,
+    job_id: str,
 ) -> JobSpec:
-    """Plan the job and write it durably. ``reserved()``: bytes that running jobs still need.
+    """Plan the job and write it durably. ``reserved``: bytes that running jobs still need.
 
     Raises:
         RequestError: ``dataset_failed`` when there is nothing to prefill.
         StoreError: ``store_full`` with the numbers.
     """
+    choice = Choice.of(profile, request.rows, request.max_length)
     rows = RowsFile(catalog.dataset_path(request.dataset_id) / ROWS)
     try:
-        size = measure(rows, profile)
+        size = measure(rows, profile, choice)
         if size.accepted == 0:
             raise RequestError(
                 ErrorCode.DATASET_FAILED,
-                f"dataset {request.dataset_id} has no row that the engine would take: {report.rejected} of {size.rows} are rejected, the "
-                f"longest has {size.longest} tokens and the engine takes {profile.max_length}",
+                f"dataset {request.dataset_id} has no row that the job would take: {report.rejected} of {report.rows} are rejected, the "
+                f"longest of its {size.rows} rows has {size.longest} tokens and up to {choice.longest} are taken",
+            )
+        if (
+            request.retain == Retain.UNTIL_READ
+            and (most := RETAINED_BATCHES * sample_bytes(profile, min(size.longest, choice.longest))) > request.retain_bytes
+        ):
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"retain_bytes: {request.retain_bytes:,} hold not even {RETAINED_BATCHES} of the longest rows; give at least {most:,}",
+                field="retain_bytes",
             )
         if not request.force:
-            _preflight(catalog, size, reserved(), min_free_bytes)
-        batches: list[Batch] = list(cut(sendable(rows, profile.max_length), batch_tokens_for(size.tokens)))
+            need = min(size.bytes, request.retain_bytes) if request.retain == Retain.UNTIL_READ else size.bytes
+            preflight(rows, profile, choice, need, room(catalog, reserved, min_free_bytes))
+        batches: list[Batch] = list(cut(choice.sendable(rows), _batch_tokens(request, size)))
     finally:
         rows.close()
     spec = JobSpec(
-        job_id="job-" + secrets.token_hex(8),
+        job_id=job_id,
         dataset_id=request.dataset_id,
         content_hash=report.content_hash,
         profile=profile.to_dict(),
@@ -115,20 +97,30 @@ def submit(
         name=request.name or catalog.dataset(request.dataset_id).name,
         priority=request.priority,
         max_failed=request.max_failed,
+        max_length=request.max_length or 0,
+        reuse_from=reusable(catalog, profile) if request.reuse else [],
+        retain=request.retain.value,
+        retain_bytes=request.retain_bytes,
         created_at=time.time(),
     )
     create_job(catalog.store, spec, batches)
     return spec
 
 
-def _preflight(catalog: Catalog, size: Size, reserved: int, min_free_bytes: int) -> None:
-    free = free_bytes(catalog.store)
-    kept = least_free(catalog.store, min_free_bytes)
-    available = free - reserved - kept
-    if size.bytes > available:
-        raise StoreError(
-            ErrorCode.STORE_FULL,
-            f"the job needs {size.bytes:,} bytes; the store has {free:,} free, of which running jobs still need {reserved:,} and "
-            f"{kept:,} stay free: {size.bytes - available:,} are missing. `force` accepts it all the same.",
-            numbers={"needed": size.bytes, "free": free, "reserved": reserved, "kept_free": kept, "missing": size.bytes - available},
-        )
+def _batch_tokens(request: models.JobRequest, size: Size) -> int:
+    """Tokens a batch; of a job whose files wait to be read, so small that several fit into what may wait."""
+    tokens = batch_tokens_for(size.tokens)
+    if request.retain == Retain.UNTIL_READ:
+        tokens = min(tokens, max(request.retain_bytes // RETAINED_BATCHES * size.tokens // size.bytes, 1))
+    return tokens
+
+
+def reusable(catalog: Catalog, profile: CaptureProfile) -> list[str]:
+    """Jobs whose files a job of this profile may take, newest first: they have at least begun, and keep what they have."""
+    found: list[str] = []
+    for spec in catalog.jobs():
+        if len(found) == MAX_REUSE_FROM:
+            break
+        if spec.capture_profile.profile_id == profile.profile_id and spec.retain == Retain.ALL:
+            found.append(spec.job_id)
+    return found

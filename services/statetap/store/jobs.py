@@ -53,4 +53,4 @@ def list_jobs(store: Path) -> list[str]:
         names = os.listdir(store / JOBS)
     except FileNotFoundError:
         return []
-    return sorted(n for n in names if (store / JOBS / n / JOB).exists() and (store / JOBS / n / PLAN).exists())
+    return sorted(n for n in names if not n.startswith(".") and (store / JOBS / n / JOB).exists() and (store / JOBS / n / PLAN).exists())

@@ -1,8 +1,8 @@
 """A finished job as a torch Dataset: maps one sample file an item and derives what the trainer asks for.
 
-Invariant: only rows that the manifest calls done are served, in the order of the source, and post-norm states are derived from
-pre-norm ones, never the other way round. The index is three Arrow columns, whatever the number of rows. This is the only module of the
-store that imports torch.
+Invariant: only rows that the manifest calls done, and whose files were not freed, are served, in the order of the source; a job is not
+deleted while it is open here; post-norm states are derived from pre-norm ones, never the other way round. The index is three Arrow
+columns, whatever the number of rows. Of the store only this module, stream.py and export/ import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from ..contracts.layout import COMPLETE, MANIFEST, NORM
 from ..contracts.profile import CaptureProfile, NormSpec
 from ..contracts.records import RowState
 from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS, LOSS_MASK
+from .acks import Acks, load_acks
+from .complete import load_completion
+from .delete import Reading
 from .jobs import load_job
-from .ledger import fold, segments_by_batch
+from .ledger import JobLedger
 
 _INDEX = pa.schema([("row", pa.int64()), ("tokens", pa.int64()), ("path", pa.string())])
 
@@ -38,6 +41,53 @@ def apply_final_norm(pre: torch.Tensor, weight: torch.Tensor, norm: NormSpec) ->
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
     w = weight.float()
     return (x * (1.0 + w if norm.variant == "gemma_rmsnorm" else w)).to(pre.dtype)
+
+
+class SampleLoader:
+    """Reads sample files of one job as items (see :class:`JobDataset`). Raises RequestError."""
+
+    def __init__(self, job_dir: Path, *, boundaries: Sequence[int] | None, final: Literal["post", "pre"] | None) -> None:
+        self.job_dir = job_dir
+        self.profile = load_job(job_dir).capture_profile
+        self.boundaries = tuple(self.profile.boundaries if boundaries is None else boundaries)
+        self._final = final
+        self._columns = _columns(self.profile, self.boundaries)
+        self._derive = _must_derive(self.profile, final)
+        self._weight: torch.Tensor | None = None
+
+    def load(self, name: str) -> dict[str, torch.Tensor]:
+        """One file, by its path below the job's folder. Raises StoreError ``file_missing`` or ``file_corrupt``."""
+        path = self.job_dir / name
+        try:
+            with safe_open(path, framework="pt") as f:
+                item = {
+                    INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
+                    LOSS_MASK: f.get_tensor(LOSS_MASK).long(),
+                    AUX: self._aux(f.get_tensor(AUX)),
+                }
+                if self._final:
+                    item[FINAL_POST] = self._final_state(f)
+        except FileNotFoundError as e:
+            raise StoreError(ErrorCode.FILE_MISSING, f"{path}: its record names it, and it is not there") from e
+        except (SafetensorError, OSError) as e:
+            raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e}") from e
+        return item
+
+    def _aux(self, aux: torch.Tensor) -> torch.Tensor:
+        if self._columns is None:
+            return aux
+        T, H = aux.shape[0], self.profile.hidden
+        return aux.view(T, -1, H)[:, self._columns].reshape(T, -1)
+
+    def _final_state(self, f: Any) -> torch.Tensor:
+        if not self._derive:
+            return f.get_tensor(FINAL_PRE if self._final == "pre" else FINAL_POST)
+        if self._weight is None:
+            self._weight, self._norm = load_norm(self.job_dir / NORM)
+        return apply_final_norm(f.get_tensor(FINAL_PRE), self._weight, self._norm)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight": None}  # read again in each DataLoader worker
 
 
 class JobDataset(Dataset[dict[str, torch.Tensor]]):
@@ -65,17 +115,14 @@ class JobDataset(Dataset[dict[str, torch.Tensor]]):
         final: Literal["post", "pre"] | None = "post",
         require_complete: bool = True,
     ) -> None:
-        self.job_dir = Path(job_dir)
-        self.profile = load_job(self.job_dir).capture_profile
-        self.boundaries = tuple(self.profile.boundaries if boundaries is None else boundaries)
-        self._final = final
-        self._columns = _columns(self.profile, self.boundaries)
-        self._derive = _must_derive(self.profile, final)
-        self._weight: torch.Tensor | None = None
-        complete = (self.job_dir / COMPLETE).exists()
+        self._loader = SampleLoader(Path(job_dir), boundaries=boundaries, final=final)
+        self.job_dir, self.profile, self.boundaries = self._loader.job_dir, self._loader.profile, self._loader.boundaries
+        self._reading = Reading(self.job_dir)
+        complete = load_completion(self.job_dir) is not None
         if require_complete and not complete:
-            raise StoreError(ErrorCode.INCOMPLETE, _what_is_missing(self.job_dir))
+            raise StoreError(ErrorCode.INCOMPLETE, what_is_missing(self.job_dir))
         index = _index_of_manifest(self.job_dir) if complete else _index_of_ledger(self.job_dir)
+        index = _without_freed(index, load_acks(self.job_dir))
         self._rows, self._tokens, self._paths = (index.column(name).combine_chunks() for name in _INDEX.names)
 
     def __len__(self) -> int:
@@ -93,38 +140,15 @@ class JobDataset(Dataset[dict[str, torch.Tensor]]):
         """Raises IndexError, StoreError ``file_missing`` or ``file_corrupt``."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"item {i} of {len(self)}")
-        path = self.job_dir / self._paths[i % len(self)].as_py()
-        try:
-            with safe_open(path, framework="pt") as f:
-                item = {
-                    INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
-                    LOSS_MASK: f.get_tensor(LOSS_MASK).long(),
-                    AUX: self._aux(f.get_tensor(AUX)),
-                }
-                if self._final:
-                    item[FINAL_POST] = self._final_state(f)
-        except FileNotFoundError as e:
-            raise StoreError(ErrorCode.FILE_MISSING, f"{path}: the manifest names it, and it is not there") from e
-        except (SafetensorError, OSError) as e:
-            raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e}") from e
-        return item
+        return self._loader.load(self._paths[i % len(self)].as_py())
 
-    def _aux(self, aux: torch.Tensor) -> torch.Tensor:
-        if self._columns is None:
-            return aux
-        T, H = aux.shape[0], self.profile.hidden
-        return aux.view(T, -1, H)[:, self._columns].reshape(T, -1)
 
-    def _final_state(self, f: Any) -> torch.Tensor:
-        if not self._derive:
-            return f.get_tensor(FINAL_PRE if self._final == "pre" else FINAL_POST)
-        if self._weight is None:
-            self._weight, self._norm = _load_norm(self.job_dir / NORM)
-        return apply_final_norm(f.get_tensor(FINAL_PRE), self._weight, self._norm)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Arrow arrays pickle as their buffers; the norm's weight is read again in each DataLoader worker.
-        return {**self.__dict__, "_weight": None}
+def _without_freed(index: pa.Table, acks: Acks) -> pa.Table:
+    """The rows whose files are still there."""
+    for start, stop in acks.ranges:
+        row = index.column("row")
+        index = index.filter(pc.or_(pc.less(row, start), pc.greater_equal(row, stop)))
+    return index
 
 
 def _columns(profile: CaptureProfile, boundaries: tuple[int, ...]) -> list[int] | None:
@@ -149,7 +173,8 @@ def _must_derive(profile: CaptureProfile, final: str | None) -> bool:
     )
 
 
-def _load_norm(path: Path) -> tuple[torch.Tensor, NormSpec]:
+def load_norm(path: Path) -> tuple[torch.Tensor, NormSpec]:
+    """(weight [H], how it is applied). Raises StoreError ``file_missing``, ``file_corrupt``."""
     try:
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}
@@ -172,19 +197,23 @@ def _index_of_manifest(job_dir: Path) -> pa.Table:
 def _index_of_ledger(job_dir: Path) -> pa.Table:
     """What is done by now. One Arrow batch for each batch of the job, so Python objects are those of one batch."""
 
+    ledger = JobLedger(job_dir)
+
     def batches() -> Iterator[pa.RecordBatch]:
-        for _, segments in sorted(segments_by_batch(job_dir).items()):
-            done = sorted((r for r in fold(segments).values() if r.state == RowState.DONE), key=lambda r: r.row)
+        for batch in ledger.batches():
+            done = sorted((r for r in ledger.records(batch).values() if r.state == RowState.DONE), key=lambda r: r.row)
             yield pa.RecordBatch.from_pydict({name: [getattr(r, name) for r in done] for name in _INDEX.names}, schema=_INDEX)
 
     return pa.Table.from_batches(batches(), schema=_INDEX)
 
 
-def _what_is_missing(job_dir: Path) -> str:
+def what_is_missing(job_dir: Path) -> str:
+    """A sentence on why a job is not complete."""
     rows = load_job(job_dir).rows
     count = {state.value: 0 for state in RowState}
-    for segments in segments_by_batch(job_dir).values():
-        for record in fold(segments).values():
+    ledger = JobLedger(job_dir)
+    for batch in ledger.batches():
+        for record in ledger.records(batch).values():
             count[record.state] += 1
     known = sum(count.values())
     states = ", ".join(f"{n} {state}" for state, n in count.items())

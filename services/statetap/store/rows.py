@@ -6,6 +6,7 @@ is in memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ SCHEMA = pa.schema(
         pa.field("line", pa.int64(), nullable=False),  # 1-based line (JSONL) or element (JSON array) of the source
         pa.field("error_code", pa.string(), nullable=False),  # "" for a good row
         pa.field("error_message", pa.string(), nullable=False),
+        pa.field("source", pa.int32(), nullable=False),  # which source file, where a dataset is merged from several
     ],
     metadata={"statetap_schema": "1"},
 )
@@ -42,38 +44,55 @@ class Row:
     line: int
     error_code: str
     error_message: str
+    source: int
 
 
 class RowsFile:
-    """Random access to rows.arrow. Raises StoreError (``store_io``) when the file is not one."""
+    """Random access to rows.arrow, mapped. Raises StoreError (``store_io``) when the file is not one.
+
+    Pages that were touched count as this process's memory until :meth:`release`; views of rows stay valid over it.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
-            self._source = pa.memory_map(str(path))
-            self._file = pa.ipc.open_file(self._source)
-        except (OSError, pa.ArrowInvalid) as e:
+            with open(path, "rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._mapped)))
+        except (OSError, ValueError) as e:  # pa.ArrowInvalid is a ValueError
             raise StoreError(ErrorCode.STORE_IO, f"{path} is not a rows file: {e}") from e
         n = self._file.num_record_batches
         self.rows = 0 if n == 0 else (n - 1) * ROWS_PER_RECORD_BATCH + self._file.get_batch(n - 1).num_rows
 
     def close(self) -> None:
-        self._source.close()
+        """The mapping goes when the last view of a row does. Idempotent."""
+        for name in ("_file", "_mapped"):
+            vars(self).pop(name, None)
+
+    def release(self) -> None:
+        """Let go of the pages touched so far; they stay in the page cache, as any file's. For whoever reads the whole file."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> pa.RecordBatch:
+        """A copy of these rows, in this order."""
+        parts = [self._file.get_batch(r // ROWS_PER_RECORD_BATCH).slice(r % ROWS_PER_RECORD_BATCH, 1) for r in rows.tolist()]
+        return pa.concat_batches(parts)
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
         """Rows [start, stop)."""
         for b in range(start // ROWS_PER_RECORD_BATCH, -(-stop // ROWS_PER_RECORD_BATCH)):
             base = b * ROWS_PER_RECORD_BATCH
             batch = self._file.get_batch(b)
-            ids, masks, source, line, code, message = (batch.column(i) for i in range(6))
+            ids, masks, source_id, line, code, message, source = (batch.column(i) for i in range(7))
             for i in range(max(start - base, 0), min(stop - base, batch.num_rows)):
                 yield Row(
                     row=base + i,
                     input_ids=ids[i].values.to_numpy(),
                     loss_mask=masks[i].values.to_numpy(),
-                    source_id=source[i].as_py(),
+                    source_id=source_id[i].as_py(),
                     line=line[i].as_py(),
                     error_code=code[i].as_py(),
                     error_message=message[i].as_py(),
+                    source=source[i].as_py(),
                 )
 
     def source_ids(self, start: int, stop: int) -> list[str]:

@@ -8,6 +8,7 @@ Invariant: what is staged is complete and passed all checks, but is neither dura
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import threading
@@ -179,6 +180,21 @@ def expected_header(profile: CaptureProfile, row: Row) -> bytes:
     return sample_header(
         profile, len(row.input_ids), row=row.row, source_id=row.source_id, ids_xxh3=ids, schema_version=SCHEMA_VERSION
     ).encode()
+
+
+_OF_THE_ROW = ("row", "source_id")
+
+
+def same_but_for_row(head: bytes, want: bytes) -> bool:
+    """Whether two headers say the same of everything but which row of which source it is."""
+    try:
+        have, wanted = (json.loads(h[8 : 8 + int.from_bytes(h[:8], "little")]) for h in (head, want))
+        for metadata in (have["__metadata__"], wanted["__metadata__"]):
+            for name in _OF_THE_ROW:
+                metadata.pop(name, None)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return bool(have == wanted)
 
 
 def check_sample(job_dir: Path, profile: CaptureProfile, row: Row, generation: int) -> RowRecord:

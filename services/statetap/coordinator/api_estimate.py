@@ -1,0 +1,60 @@
+"""/v1/estimate"""
+
+from __future__ import annotations
+
+import anyio.to_thread
+from fastapi import APIRouter
+
+from ..contracts.layout import ROWS
+from ..contracts.profile import CaptureProfile
+from ..contracts.records import JobState
+from ..store.rows import RowsFile
+from . import engines, space
+from .context import Context, Ctx
+from .problems import responses
+from .sizing import Choice, Room, Size, alternatives, measure, room
+from .submit import ready_report
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+
+
+@router.post("/estimate", operation_id="estimate_job", summary="What a job would need", responses=responses(404, 409, 422))
+async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
+    """Nothing is made. Without a live engine of the profile, one that an earlier job had is taken."""
+    await anyio.to_thread.run_sync(ready_report, ctx.catalog, body.dataset_id)
+    known = await anyio.to_thread.run_sync(ctx.catalog.profile, body.profile_id) if body.profile_id else None
+    tokenizer = ctx.catalog.dataset(body.dataset_id).tokenizer
+    profile = engines.choose(await ctx.engines(), body.profile_id, known, tokenizer, wait=True)
+    reserved = await ctx.status.reserved_bytes()
+
+    def look() -> tuple[Size, Room, list[space.Alternative], float]:
+        choice = Choice.of(profile, body.rows, body.max_length)
+        rows = RowsFile(ctx.catalog.dataset_path(body.dataset_id) / ROWS)
+        try:
+            size = measure(rows, profile, choice)
+            there = room(ctx.catalog, reserved, ctx.settings.min_free_bytes)
+            fit = alternatives(rows, profile, choice, there.available) if size.bytes > there.available else []
+        finally:
+            rows.close()
+        return size, there, fit, _speed(ctx, profile)
+
+    size, there, fit, speed = await anyio.to_thread.run_sync(look)
+    missing = max(size.bytes - there.available, 0)
+    return space.Estimate(
+        rows=size.rows,
+        accepted=size.accepted,
+        tokens=size.tokens,
+        bytes=size.bytes,
+        **vars(there),
+        fits=not missing,
+        missing=missing,
+        alternatives=fit,
+        tokens_per_s=speed or None,
+        hours=size.tokens / speed / 3600 if speed else None,
+    )
+
+
+def _speed(ctx: Context, profile: CaptureProfile) -> float:
+    """Tokens a second of all running jobs of a profile together."""
+    running = (s for s in ctx.catalog.jobs() if ctx.catalog.control(s.job_id).state == JobState.RUNNING)
+    return sum(ctx.reconciler.rates(s.job_id).tokens_per_s for s in running if s.capture_profile.profile_id == profile.profile_id)

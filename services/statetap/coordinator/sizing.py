@@ -1,0 +1,178 @@
+"""How big a job would be, whether that fits, and what would. Runs in a thread; reads lengths only, a record batch at a time.
+
+Invariant: bytes are exact for rows that are done and not reused, because a sample file's size follows from its tokens alone. Memory does not
+grow with rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contracts.errors import ErrorCode, RequestError, StoreError
+from ..contracts.profile import CaptureProfile
+from ..contracts.tensors import sample_bytes
+from ..store.fs import free_bytes
+from ..store.rows import RowsFile
+from .catalog import Catalog
+from .reconciler import least_free
+from .space import Alternative
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which rows of a dataset a job takes: the first ``rows`` (0: all), and of them those of up to ``longest`` tokens."""
+
+    longest: int
+    rows: int = 0
+
+    @classmethod
+    def of(cls, profile: CaptureProfile, rows: int | None, max_length: int | None) -> Choice:
+        """Raises RequestError ``invalid_request`` for a max_length that the engine does not take."""
+        if max_length is not None and max_length > profile.max_length:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"max_length: {max_length} is more than the {profile.max_length} that the engine takes",
+                field="max_length",
+            )
+        return cls(longest=max_length or profile.max_length, rows=rows or 0)
+
+    def lengths(self, rows: RowsFile) -> Iterator[Counts]:
+        """Token counts of the rows taken, by record batch, sent or not."""
+        left = self.rows or rows.rows
+        for counts in rows.lengths():
+            if left <= 0:
+                return
+            yield counts[:left]
+            left -= len(counts)
+
+    def sendable(self, rows: RowsFile) -> Iterator[Counts]:
+        """The same, with 0 for rows that are not sent: bad ones and longer ones."""
+        for counts in self.lengths(rows):
+            yield np.where(counts <= self.longest, counts, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a job would prefill and write. ``longest`` is the longest of its rows, skipped or not."""
+
+    rows: int
+    accepted: int
+    tokens: int
+    bytes: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes of the store: free, and of them those that running jobs still need and those that always stay free."""
+
+    free: int
+    reserved: int
+    kept_free: int
+
+    @property
+    def available(self) -> int:
+        return self.free - self.reserved - self.kept_free
+
+
+def room(catalog: Catalog, reserved: int, min_free_bytes: int) -> Room:
+    return Room(free=free_bytes(catalog.store), reserved=reserved, kept_free=least_free(catalog.store, min_free_bytes))
+
+
+def _costs(profile: CaptureProfile) -> tuple[int, int]:
+    """(bytes of a file without its tokens, bytes a token): a file's size is linear in its tokens."""
+    base = sample_bytes(profile, 0)
+    return base, sample_bytes(profile, 1) - base
+
+
+def measure(rows: RowsFile, profile: CaptureProfile, choice: Choice) -> Size:
+    """Exact tokens and bytes of a job over these rows."""
+    total = accepted = tokens = longest = 0
+    for counts in choice.lengths(rows):
+        fits = counts[(counts > 0) & (counts <= choice.longest)]
+        total += len(counts)
+        accepted += fits.size
+        tokens += int(fits.sum())
+        longest = max(longest, int(counts.max(initial=0)))
+    base, per_token = _costs(profile)
+    return Size(rows=total, accepted=accepted, tokens=tokens, bytes=accepted * base + tokens * per_token, longest=longest)
+
+
+def alternatives(rows: RowsFile, profile: CaptureProfile, choice: Choice, available: int) -> list[Alternative]:
+    """Fewer rows, or a shorter max_length, that would fit into ``available`` bytes; none where not even one row would."""
+    base, per_token = _costs(profile)
+    used = taken = accepted = tokens = 0
+    cut_at = 0  # rows that fit
+    by_length = np.zeros(choice.longest + 1, np.int64)  # rows of each length
+    cutting = True
+    for counts in choice.sendable(rows):
+        by_length += np.bincount(counts, minlength=choice.longest + 1)
+        if cutting:
+            cost = np.where(counts > 0, base + counts * per_token, 0)
+            n = int(np.searchsorted(used + np.cumsum(cost), available, side="right"))
+            part = counts[:n]
+            used += int(cost[:n].sum())
+            accepted += int((part > 0).sum())
+            tokens += int(part.sum())
+            cut_at = taken + n
+            cutting = n == len(counts)
+            taken += len(counts)
+    found = []
+    if accepted:
+        found.append(_alternative("rows", cut_at, f"the first {cut_at:,} rows", accepted, tokens, used))
+    lengths = np.arange(choice.longest + 1)
+    by_length[0] = 0
+    size_up_to = np.cumsum(by_length * (base + lengths * per_token))
+    most = int(np.searchsorted(size_up_to, available, side="right")) - 1
+    n = int(by_length[: most + 1].sum())
+    if 0 < most < choice.longest and n:
+        found.append(
+            _alternative(
+                "max_length",
+                most,
+                f"only rows of up to {most:,} tokens",
+                n,
+                int((by_length * lengths)[: most + 1].sum()),
+                int(size_up_to[most]),
+            )
+        )
+    return found
+
+
+def _alternative(field: str, value: int, change: str, rows: int, tokens: int, size: int) -> Alternative:
+    return Alternative(change=change, field=field, value=value, rows=rows, tokens=tokens, bytes=size)  # type: ignore[arg-type]
+
+
+def preflight(rows: RowsFile, profile: CaptureProfile, choice: Choice, need: int, available: Room) -> None:
+    """Refuse a job that would fill the store.
+
+    Raises:
+        StoreError: ``store_full`` with the numbers, and what would fit.
+    """
+    if need <= available.available:
+        return
+    missing = need - available.available
+    others = alternatives(rows, profile, choice, available.available)
+    fit = "; ".join(f"{a.change} ({a.field}={a.value}: {a.bytes:,} bytes)" for a in others)
+    raise StoreError(
+        ErrorCode.STORE_FULL,
+        f"the job needs {need:,} bytes; the store has {available.free:,} free, of which running jobs still need {available.reserved:,} and "
+        f"{available.kept_free:,} stay free: {missing:,} are missing. "
+        + (f"What would fit: {fit}. " if fit else "Not even its first row would fit. ")
+        + "`force` accepts it all the same.",
+        numbers={
+            "needed": need,
+            "free": available.free,
+            "reserved": available.reserved,
+            "kept_free": available.kept_free,
+            "missing": missing,
+            **{f"fits_{a.field}": a.value for a in others},
+            **{f"fits_{a.field}_bytes": a.bytes for a in others},
+        },
+    )
