@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench import commit_bench, stack_bench
+from tests.bench import commit_bench, service_bench, stack_bench
 from tests.support.figures import print_figure
 
 Figure = tuple[str, float, str, str]  # name, value, unit, note
@@ -48,7 +48,36 @@ def prefill(folder: Path, short: bool) -> Iterator[Figure]:
     yield "bench.submit_to_prefill_s", seconds, "s", note
 
 
-FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {"commit": commit, "rows": rows, "ingest": ingest, "prefill": prefill}
+def fairness(folder: Path, short: bool) -> Iterator[Figure]:
+    ratio, note = service_bench.small_job_ratio(folder, 20_000 if short else 100_000, 5_000)
+    yield "service.small_job_ratio", ratio, "ratio", note
+
+
+def eta(folder: Path, short: bool) -> Iterator[Figure]:
+    error, note = service_bench.eta_error(folder, 1_500 if short else 6_000, 10_000)
+    yield "service.eta_error", error, "of the job's time", note
+
+
+def pause(folder: Path, short: bool) -> Iterator[Figure]:
+    seconds, note = service_bench.pause_s(folder, 3 if short else 8)
+    yield "service.pause_s", seconds, "s", note
+
+
+def status(folder: Path, short: bool) -> Iterator[Figure]:
+    milliseconds, note = service_bench.status_p99_ms(folder, 1_000, 100, 500 if short else 3_000)
+    yield "service.status_p99_ms", milliseconds, "ms", note
+
+
+FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {
+    "commit": commit,
+    "rows": rows,
+    "ingest": ingest,
+    "prefill": prefill,
+    "fairness": fairness,
+    "eta": eta,
+    "pause": pause,
+    "status": status,
+}
 
 
 def main() -> int:

@@ -54,14 +54,19 @@ class Fault:
 
 
 class StubEngine:
-    def __init__(self, tap: Path, profile: CaptureProfile, delay_s: float, faults: list[Fault]) -> None:
+    def __init__(
+        self, tap: Path, profile: CaptureProfile, faults: list[Fault], *, delay_s: float, tokens_per_s: float, held_s: float
+    ) -> None:
         self._tap = tap
         self._profile = profile
         self._maker = StateMaker(profile)
         self._delay_s = delay_s
+        self._tokens_per_s = tokens_per_s
+        self._held_s = held_s
+        self._busy_until = 0.0
         self._faults = faults
         self._count = 0
-        self._first_at = 0.0
+        self._first_at = self._last_at = 0.0
         self._inflight = self._most_inflight = 0
         self._rows: collections.Counter[int] = collections.Counter()
         self._aborts = 0
@@ -74,13 +79,16 @@ class StubEngine:
         assert lease is not None
         self._count += 1
         number = self._count
-        self._first_at = self._first_at or time.time()
+        self._last_at = time.time()
+        self._first_at = self._first_at or self._last_at
         self._rows[int(rid.split("-")[2])] += 1
         self._inflight += 1
         self._most_inflight = max(self._most_inflight, self._inflight)
         try:
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
+            if self._tokens_per_s:
+                await self._compute(len(ids))
             kind = next((f.kind for f in self._faults if f.hits(number, ids)), "")
             if early := await self._fail_early(kind, request):
                 return early
@@ -88,13 +96,21 @@ class StubEngine:
             if not path.parent.is_dir():
                 return _error(400, f"capture: there is no lease folder {lease} in the tap")
             self._write(path, np.array(ids, np.int32), kind)
-            reply = CaptureReply(status="ok", path=f"{lease}/{path.name}", rows=len(ids)).to_dict()
+            if self._held_s:
+                await asyncio.sleep(self._held_s)
+            reply = CaptureReply(status="ok", path=f"{lease}/{path.name}", rows=len(ids), held_s=self._held_s).to_dict()
             if kind == "protocol":
                 reply["protocol"] = 99
             meta = {"id": rid, "prompt_tokens": len(ids)}
             return web.json_response({"text": "", "meta_info": meta if kind == "nocapture" else {**meta, "capture": reply}})
         finally:
             self._inflight -= 1
+
+    async def _compute(self, tokens: int) -> None:
+        """One forward after the other, at a speed that is known."""
+        now = asyncio.get_running_loop().time()
+        self._busy_until = max(now, self._busy_until) + tokens / self._tokens_per_s
+        await asyncio.sleep(self._busy_until - now)
 
     async def _fail_early(self, kind: str, request: web.Request) -> web.Response | None:
         if kind == "exit":
@@ -149,6 +165,7 @@ class StubEngine:
             {
                 "requests": self._count,
                 "first_at": self._first_at,
+                "last_at": self._last_at,
                 "rows": self._rows,
                 "most_inflight": self._most_inflight,
                 "aborts": self._aborts,
@@ -169,7 +186,7 @@ async def serve(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         max_length=args.max_length,
     )
-    engine = StubEngine(args.tap, p, args.delay_ms / 1000, args.fault)
+    engine = StubEngine(args.tap, p, args.fault, delay_s=args.delay_ms / 1000, tokens_per_s=args.tokens_per_s, held_s=args.held_ms / 1000)
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", engine.generate)
     app.router.add_get("/health", engine.health)
@@ -182,7 +199,8 @@ async def serve(args: argparse.Namespace) -> None:
     assert site._server is not None
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
     args.tap.mkdir(parents=True, exist_ok=True)
-    save_file({"weight": np.ones(args.hidden, np.float32)}, args.tap / NORM_FILE)
+    norm = {"variant": p.norm.variant, "eps": repr(p.norm.eps)}
+    save_file({"weight": np.ones(args.hidden, np.float32)}, args.tap / NORM_FILE, metadata=norm)
     for path, data in ((args.tap / READY_FILE, ready(p, pid=os.getpid())), (args.port_file, str(port).encode())):
         part = path.with_name(f".{path.name}")
         part.write_bytes(data)
@@ -202,6 +220,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="BF16")
     parser.add_argument("--max-length", type=int, default=4096)
     parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--tokens-per-s", type=float, default=0.0, help="one prompt after the other, at this speed")
+    parser.add_argument("--held-ms", type=float, default=0.0, help="time between the forward and the tap file's reply")
     parser.add_argument("--fault", type=Fault.parse, action="append", default=[])
     try:
         asyncio.run(serve(parser.parse_args()))

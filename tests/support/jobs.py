@@ -98,6 +98,7 @@ def write_rows(path: Path, rows: Sequence[Sequence[int]] | Iterator[Sequence[int
                 pa.array([n + 1 for n in numbers], pa.int64()),
                 pa.array(codes),
                 pa.array([f"row {n}: {c}" if c else "" for n, c in zip(numbers, codes, strict=True)]),
+                pa.array([0 for _ in numbers], pa.int32()),
             ]
             writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
             total += len(held)
