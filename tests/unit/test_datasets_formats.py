@@ -14,16 +14,16 @@ from statetap.datasets import formats
 from statetap.datasets.formats import Source
 
 
-def read(path: Path) -> list[tuple[int, dict | str]]:
+def read(path: Path, **limits: int) -> list[tuple[int, dict | str]]:
     """(line, row) of a file; a bad row is its message."""
-    with Source(path) as source:
+    with Source(path, **limits) as source:
         return [(line, str(v.message) if isinstance(v, RowError) else v) for line, v in source]
 
 
-def read_bytes(folder: Path, data: bytes) -> list[tuple[int, dict | str]]:
+def read_bytes(folder: Path, data: bytes, **limits: int) -> list[tuple[int, dict | str]]:
     path = folder / "source"
     path.write_bytes(data)
-    return read(path)
+    return read(path, **limits)
 
 
 def test_lines_keep_their_numbers_over_empty_ones_crlf_and_a_bom(tmp_path: Path) -> None:
@@ -70,13 +70,12 @@ def test_nan_and_infinity_as_python_writes_them_are_taken(tmp_path: Path) -> Non
     assert read_bytes(tmp_path, json.dumps(row).encode()) == [(1, row)]
 
 
-def test_one_giant_line_is_a_bad_row_and_its_rest_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "MAX_ROW_BYTES", 1 << 20)
-    giant = b'{"a": "' + b"x" * (3 << 20) + b'"}'
-    got = read_bytes(tmp_path, b'{"a":1}\n' + giant + b'\n{"a":3}\n' + giant)
-    assert got == [(1, {"a": 1}), (2, "longer than 1 MiB"), (3, {"a": 3}), (4, "longer than 1 MiB")]
-    got = read_bytes(tmp_path, b'[{"a":1},' + giant + b',{"a":3},' + giant + b"]")
-    assert got == [(1, {"a": 1}), (2, "longer than 1 MiB"), (3, {"a": 3}), (4, "longer than 1 MiB")]
+def test_one_giant_line_is_a_bad_row_and_its_rest_is_skipped(tmp_path: Path) -> None:
+    giant, long = b'{"a": "' + b"x" * (3 << 20) + b'"}', "longer than 1048576 bytes (STATETAP_MAX_ROW_BYTES)"
+    want = [(1, {"a": 1}), (2, long), (3, {"a": 3}), (4, long)]
+    assert read_bytes(tmp_path, b'{"a":1}\n' + giant + b'\n{"a":3}\n' + giant, max_row_bytes=1 << 20) == want
+    assert read_bytes(tmp_path, b'[{"a":1},' + giant + b',{"a":3},' + giant + b"]", max_row_bytes=1 << 20) == want
+    assert [type(row) for _, row in read_bytes(tmp_path, giant)] == [dict], "the default takes it"
 
 
 def test_an_array_is_streamed_over_every_cut_of_its_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from statetap.contracts.layout import REPORT, ROWS
+from statetap.contracts.layout import REPORT, ROWS, ROWS_INDEX
 from statetap.contracts.records import DatasetSpec, DatasetStatus
 from statetap.datasets import ingest as module
 from statetap.datasets.ingest import StoppedError, ingest
@@ -184,7 +184,7 @@ def test_a_stopped_ingestion_leaves_nothing_and_starts_over_to_the_same_result(r
     assert os.listdir(tmp_path / "datasets/d") == []
     (tmp_path / "datasets/d/.tmp-0123-rows.arrow").write_bytes(b"left by a dead one")
     assert ingest(spec, tmp_path, seen.append).content_hash == run(rows, dataset_id="whole").content_hash
-    assert sorted(os.listdir(tmp_path / "datasets/d")) == [REPORT, ROWS]
+    assert sorted(os.listdir(tmp_path / "datasets/d")) == [REPORT, ROWS, ROWS_INDEX]
 
 
 def test_one_that_lost_its_files_to_another_writes_no_report(run, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_kind_is_told_by_the_keys() -> None:
     ],
 )
 def test_a_row_is_named_by_its_id_or_its_line(row: dict, want: str) -> None:
-    assert source_id(row, 7) == want
+    assert source_id(row, "7") == want
 
 
 def test_tokenised_rows_keep_ids_and_mask() -> None:

@@ -48,6 +48,12 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
     CONFLICT = "conflict"
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    IDEMPOTENCY_IN_FLIGHT = "idempotency_in_flight"
+    TOO_LARGE = "too_large"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    RATE_LIMITED = "rate_limited"
     DATASET_NOT_READY = "dataset_not_ready"
     DATASET_FAILED = "dataset_failed"
     PATH_NOT_ALLOWED = "path_not_allowed"
@@ -57,6 +63,7 @@ class ErrorCode(StrEnum):
     FLAG_REFUSED = "flag_refused"
     ENGINE_START_FAILED = "engine_start_failed"
     SELF_CHECK_FAILED = "self_check_failed"
+    COORDINATOR_UNREACHABLE = "coordinator_unreachable"
     INTERNAL = "internal"
 
 
@@ -135,12 +142,30 @@ SPECS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INVALID_REQUEST: ErrorSpec(retryable=False, status=422, next_step="Correct the named field."),
     ErrorCode.NOT_FOUND: ErrorSpec(retryable=False, status=404, next_step="List what there is with GET on the collection."),
     ErrorCode.CONFLICT: ErrorSpec(retryable=False, status=409, next_step="Look at the present state first."),
+    ErrorCode.IDEMPOTENCY_MISMATCH: ErrorSpec(
+        retryable=False, status=422, next_step="Make a new Idempotency-Key for a new request; repeat the first one unchanged."
+    ),
+    ErrorCode.IDEMPOTENCY_IN_FLIGHT: ErrorSpec(
+        retryable=True, status=409, next_step="Send the same request again in some seconds: it answers with what the first one made."
+    ),
+    ErrorCode.TOO_LARGE: ErrorSpec(
+        retryable=False, status=413, next_step="Send less, or raise the limit named in the message (a setting of the coordinator)."
+    ),
+    ErrorCode.UNAUTHORIZED: ErrorSpec(
+        retryable=False,
+        status=401,
+        next_step="Send a key as `Authorization: Bearer st_…` (STATETAP_API_KEY for the command line); `statetap keys add` makes one.",
+    ),
+    ErrorCode.FORBIDDEN: ErrorSpec(retryable=False, status=403, next_step="Use a key with the scope that the message names."),
+    ErrorCode.RATE_LIMITED: ErrorSpec(retryable=True, status=429, next_step="Wait for the time in Retry-After, then send the right key."),
     ErrorCode.DATASET_NOT_READY: ErrorSpec(retryable=True, status=409, next_step="Wait until GET on the dataset says ready."),
     ErrorCode.DATASET_FAILED: ErrorSpec(
         retryable=False, status=409, next_step="Read the dataset's error, correct the data and submit it again."
     ),
     ErrorCode.PATH_NOT_ALLOWED: ErrorSpec(
-        retryable=False, status=422, next_step="Put the file under the data folder (STATETAP_DATA_DIR), or upload it."
+        retryable=False,
+        status=422,
+        next_step="Put the file under the data folder (STATETAP_DATA_DIR) or upload it; a tokenizer also below STATETAP_MODEL_DIRS.",
     ),
     ErrorCode.PLAN_MISMATCH: ErrorSpec(
         retryable=False, status=409, next_step="The job on the store differs from this one: submit a new job."
@@ -155,6 +180,9 @@ SPECS: dict[ErrorCode, ErrorSpec] = {
         retryable=False,
         status=503,
         next_step="This model's states are not captured rightly with this SGLang: do not use it; report model and version.",
+    ),
+    ErrorCode.COORDINATOR_UNREACHABLE: ErrorSpec(
+        retryable=True, status=503, next_step="Start it with `statetap up`, or correct --url (STATETAP_URL)."
     ),
     ErrorCode.INTERNAL: ErrorSpec(retryable=False, status=500, next_step="Report it with the log."),
 }
@@ -184,7 +212,8 @@ class StatetapError(Exception):
 
     @property
     def next_step(self) -> str:
-        return SPECS[self.code].next_step
+        """What to do now: the code's, or what ``detail`` says of this case."""
+        return str(self.detail.get("next_step") or SPECS[self.code].next_step)
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.message}"

@@ -1,7 +1,7 @@
 """Source files -> (place, raw row), streaming: JSONL or one JSON array, plain, gzip or zstd.
 
 Invariant: every row of the source comes out once, in order, as an object or as the error that names its place; memory is
-bounded by :data:`MAX_ROW_BYTES`, never by the file. What cannot be read to its end raises ``dataset_failed`` instead of
+bounded by the longest row that is taken, never by the file (a compressed one is never longer in memory than its rows). What cannot be read to its end raises ``dataset_failed`` instead of
 passing for a shorter file.
 """
 
@@ -23,8 +23,9 @@ import pyarrow as pa
 
 from ..contracts.errors import ErrorCode, RequestError, RowError
 
-MAX_ROW_BYTES = 32 << 20
-"""A longer row is a ``bad_row`` and is skipped without being held: 32 MiB are some 5 M token ids."""
+MAX_ROW_BYTES = 64 << 20
+"""A longer row is a ``bad_row`` and is skipped without being held: 64 MiB are some 10 M token ids. Parsed, JSON made to hurt takes some
+twenty times its length; a host that has less than that for ingestion sets STATETAP_MAX_ROW_BYTES lower."""
 
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -41,13 +42,14 @@ class SourceRow(NamedTuple):
 
 class Source:
     """An opened source file; iterate it once. ``bytes_read`` and ``bytes_total`` count the file as it lies on disk; ``unit``
-    is what a row's place counts, "line" or "element".
+    is what a row's place counts, "line" or "element"; ``max_row_bytes`` bounds a row as it is written.
 
     Raises RequestError ``dataset_failed`` when the file cannot be opened or is in no encoding that we read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_row_bytes: int = MAX_ROW_BYTES) -> None:
         self._path = path
+        self._limit = max_row_bytes
         self.unit = "line"
         with contextlib.ExitStack() as stack:
             try:
@@ -95,11 +97,11 @@ class Source:
             while not head.strip(_SPACE) and (more := self._file.read(_CHUNK)):
                 before, head = before + head.count(b"\n"), more
             if head.lstrip(_SPACE)[:1] == b"[":
-                self.unit, pieces = "element", _elements(head, self._file)
+                self.unit, pieces = "element", _elements(head, self._file, self._limit)
             else:
-                pieces = _lines(before, head, self._file)
+                pieces = _lines(before, head, self._file, self._limit)
             for line, data in pieces:
-                yield SourceRow(line, _decode(data))
+                yield SourceRow(line, _decode(data, self._limit))
         except (OSError, EOFError, zlib.error) as e:
             raise RequestError(ErrorCode.DATASET_FAILED, f"{self._path} cannot be read to its end: {e}") from e
         except _BrokenArrayError as e:
@@ -110,20 +112,20 @@ class _BrokenArrayError(Exception):
     """The array's own syntax is broken; the message names the element."""
 
 
-def _lines(number: int, head: bytes, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes | None]]:
-    """(line number, bytes) of the lines that are not empty; None for one over MAX_ROW_BYTES. ``number`` lines went before."""
+def _lines(number: int, head: bytes, file: io.BufferedIOBase, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """(line number, bytes) of the lines that are not empty; None for one over ``limit``. ``number`` lines went before."""
     *whole, rest = head.split(b"\n")
     for data in whole:
         number += 1
         if data.strip(_SPACE):
             yield number, data
     while True:
-        piece = file.readline(MAX_ROW_BYTES)
+        piece = file.readline(limit)
         data, rest = rest + piece, b""
         if not data:
             return
         number += 1
-        if len(data) >= MAX_ROW_BYTES and not data.endswith(b"\n"):
+        if len(data) >= limit and not data.endswith(b"\n"):
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_CHUNK)
             yield number, None
@@ -136,8 +138,8 @@ _NESTED = re.compile(rb'["\[\]{}]')  # commas are not looked at within an elemen
 _TOP = re.compile(rb'["\[\]{},]')
 
 
-def _elements(head: bytes, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes | None]]:
-    """(element number, bytes) of the elements of the array; None for one over MAX_ROW_BYTES.
+def _elements(head: bytes, file: io.BufferedIOBase, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """(element number, bytes) of the elements of the array; None for one over ``limit``.
 
     Only strings and brackets are looked at, so a fault within an element stays that element's. Nothing is scanned twice.
     """
@@ -146,7 +148,7 @@ def _elements(head: bytes, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes
     while True:
         found = (_IN_STRING if in_string else _NESTED if depth else _TOP).search(buf, pos)
         if found is None:
-            if len(buf) - start > MAX_ROW_BYTES:
+            if len(buf) - start > limit:
                 too_big = True
             more = file.read(_CHUNK)
             if not more:
@@ -170,7 +172,7 @@ def _elements(head: bytes, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes
             raise _BrokenArrayError(f"a '}}' without its '{{' in or after element {number}")
         else:
             data = buf[start : pos - 1]
-            if too_big or len(data) > MAX_ROW_BYTES:
+            if too_big or len(data) > limit:
                 yield number, None
             elif data.strip(_SPACE) or char == b",":
                 yield number, data
@@ -184,9 +186,9 @@ def _elements(head: bytes, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes
         rest = b""
 
 
-def _decode(data: bytes | None) -> dict[str, Any] | RowError:
+def _decode(data: bytes | None, limit: int) -> dict[str, Any] | RowError:
     if data is None:
-        return RowError(ErrorCode.BAD_ROW, f"longer than {MAX_ROW_BYTES >> 20} MiB")
+        return RowError(ErrorCode.BAD_ROW, f"longer than {limit} bytes (STATETAP_MAX_ROW_BYTES)")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as e:

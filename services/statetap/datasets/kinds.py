@@ -51,13 +51,13 @@ def detect(row: dict[str, Any]) -> str:
     raise RowError(ErrorCode.BAD_ROW, f"none of {', '.join(_FIELD.values())} among its keys ({', '.join(map(repr, list(row)[:8]))})")
 
 
-def source_id(row: dict[str, Any], line: int) -> str:
-    """The row's own id, or its line."""
+def source_id(row: dict[str, Any], place: str) -> str:
+    """The row's own id, or its place."""
     for field in _ID_FIELDS:
         value = row.get(field)
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
             return str(value)
-    return str(line)
+    return place
 
 
 def parse(kind: str, row: dict[str, Any], vocab_size: int | None) -> Tokens | Conversation:

@@ -23,7 +23,7 @@ from ..contracts.errors import ErrorCode, RequestError, StoreError
 from ..contracts.layout import DATASET_SPEC, REPORT, dataset_dir
 from ..contracts.records import DatasetSpec, DatasetState, DatasetStatus
 from ..store.fs import read_json
-from .ingest import StoppedError, ingest, report_once
+from .ingest import Limits, StoppedError, ingest, report_once
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,10 @@ def run_ingest(dataset_id: str) -> None:
         if starts > MAX_STARTS:
             status = _give_up(folder, dataset_id)
         else:
-            logger.info("dataset %s: ingesting %s", dataset_id, spec.path)
+            logger.info("dataset %s: ingesting %s", dataset_id, ", ".join(spec.files))
             try:
-                status = ingest(spec, settings.store, lambda s: _publish(connection, s), stopping.is_set)
+                limits = Limits(row_bytes=settings.max_row_bytes, row_tokens=settings.max_row_tokens)
+                status = ingest(spec, settings.store, lambda s: _publish(connection, s), stopping.is_set, limits)
             except StoppedError as e:
                 _counted(connection, dataset_id, -1)
                 logger.info("dataset %s: %s; it has to be begun again", dataset_id, e)
