@@ -89,7 +89,7 @@ def test_a_broken_upload_leaves_nothing_behind(coordinator: Coordinator) -> None
     port = coordinator.http.base_url.port
     with socket.create_connection(("127.0.0.1", port)) as s:
         s.sendall(
-            b"POST /v1/datasets HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\ncontent-length: 100000\r\n\r\n"
+            b"POST /v1/datasets HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\ncontent-length: 100000\r\n\r\n"
             b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf of it'
         )
         until(lambda: incoming.exists() and os.listdir(incoming), "the upload has begun")
@@ -104,7 +104,9 @@ def test_a_broken_upload_leaves_nothing_behind(coordinator: Coordinator) -> None
     assert coordinator.http.post("/v1/datasets", files={"wrong": ("a", LINE)}).json()["field"] == "file"
     assert coordinator.http.post("/v1/datasets", content=b"x", headers={"content-type": "text/plain"}).status_code == 422
     with socket.create_connection(("127.0.0.1", port)) as s:
-        head = "POST /v1/datasets HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\ncontent-length: %d\r\n\r\n"
+        head = (
+            "POST /v1/datasets HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\ncontent-length: %d\r\n\r\n"
+        )
         s.sendall((head % (1 << 60)).encode())
         assert s.recv(20).startswith(b"HTTP/1.1 507"), "refused before a byte of it was sent"
     assert os.listdir(incoming) == []

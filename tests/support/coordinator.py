@@ -72,6 +72,7 @@ def make_dataset(
                 [i + 1 for i in part],
                 ["bad_row" if i in bad else "" for i in part],
                 ["no messages" if i in bad else "" for i in part],
+                [0 for _ in part],
             ]
             writer.write_batch(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA))
     spec = DatasetSpec(dataset_id=dataset_id, name="made", path="/nowhere", format="tokenized", tokenizer=tokenizer, created_at=time.time())
@@ -145,6 +146,11 @@ class FakeWorker:
     def entry(self, task: dict[str, Any]) -> dict[str, Any] | None:
         raw = self.redis.hget(self._outstanding, _field(task))
         return json.loads(raw) if raw else None
+
+    def queued(self) -> list[str]:
+        """The job of each batch in the queue, the next one first."""
+        names = self.redis.lrange(f"rq:queue:{keys.queue(self.profile.profile_id)}", 0, -1)
+        return [str(name).rsplit("-", 2)[0] for name in names]
 
     def queued_first(self, task: dict[str, Any], attempt: int) -> bool:
         """Whether this attempt at the batch stands at the head of the queue. (Its entry is written before it is enqueued.)"""
@@ -223,6 +229,8 @@ def _field(task: dict[str, Any]) -> str:
 class Coordinator:
     """A real ``python -m statetap.coordinator`` on a free port. Settings are given without their prefix."""
 
+    module = "statetap.coordinator"
+
     def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
         own = {"REDIS_URL": redis_url, "STORE": str(folder / "store"), "PORT": "0", "PORT_FILE": str(folder / "port"), "TICK_S": "0.2"}
         own |= settings
@@ -238,7 +246,7 @@ class Coordinator:
         self._port_file.unlink(missing_ok=True)
         self.store.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", "statetap.coordinator"], env=self._env, stderr=log)
+            self._process = subprocess.Popen([sys.executable, "-m", self.module], env=self._env, stderr=log)
         until(lambda: self._port_file.exists() or self._process.poll() is not None, "the coordinator listens", 30)
         assert self._process.poll() is None, self.log.read_text()
         self.http.close()

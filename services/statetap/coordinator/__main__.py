@@ -11,10 +11,13 @@ import threading
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 from pydantic import ValidationError
 
+from ..contracts.errors import StatetapError
 from ..store.fs import make_dirs, replace_file
 from .app import create_app
+from .context import Context
 from .settings import CoordinatorSettings
 
 log = logging.getLogger("statetap.coordinator")
@@ -26,8 +29,9 @@ LAST_S = 2.5  # after the signal the process ends, whatever still runs: all of i
 class Server(uvicorn.Server):
     """uvicorn's server that says which port it took, and that ends in time."""
 
-    def __init__(self, config: uvicorn.Config, settings: CoordinatorSettings) -> None:
+    def __init__(self, app: FastAPI, config: uvicorn.Config, settings: CoordinatorSettings) -> None:
         super().__init__(config)
+        self._app = app
         self._settings = settings
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -39,6 +43,11 @@ class Server(uvicorn.Server):
             make_dirs(self._settings.port_file.absolute().parent)
             replace_file(self._settings.port_file.absolute(), f"{port}\n".encode())
         log.info("listening on %s:%d", self._settings.host, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        context: Context = self._app.state.context
+        context.events.stop()  # uvicorn would wait for the streams
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Threads that copy or plan cannot be interrupted and would hold up the interpreter's end.
@@ -62,15 +71,21 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # uvicorn's own start-up lines would say the same again.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        app = create_app(settings)
+    except StatetapError as e:
+        print(f"{e}", file=sys.stderr, flush=True)
+        return 2
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_config=None,
         access_log=False,
+        http="h11",  # whatever is installed: it bounds the head of a request (64 KiB), httptools does not
         timeout_graceful_shutdown=GRACE_S,
     )
-    server = Server(config, settings)
+    server = Server(app, config, settings)
     # uvicorn raises the signal once more when it has ended; without a handler the exit status would be that of a kill.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import anyio
 import anyio.to_thread
 import redis
 from fastapi import APIRouter, Query, Request, Response
@@ -12,16 +17,19 @@ from pydantic import ValidationError
 
 from ..contracts import keys
 from ..contracts.errors import ErrorCode, RequestError
-from ..contracts.records import DatasetSpec
+from ..contracts.layout import DATASET_SPEC
+from ..contracts.records import DatasetSpec, DatasetState
 from ..store.fs import remove
 from . import datasets, engines, models
+from .auth import Asking, Caller
 from .context import Context, Ctx
+from .idempotency import REPLAYED, Key, claimed, fingerprint
+from .paging import page
 from .problems import responses
-from .uploads import receive
+from .tokenizers import allowed_tokenizer, check_remote_code
+from .uploads import Upload, receive
 
 router = APIRouter(prefix="/v1/datasets", tags=["datasets"])
-
-MAX_JSON = 64 << 10
 
 Options = TypeVar("Options", bound=models.DatasetOptions)
 
@@ -31,11 +39,13 @@ _FORM_SCHEMA = {
     "properties": {"file": {"type": "string", "format": "binary", "description": "The source file; streamed, of any size."}}
     | models.DatasetOptions.model_json_schema()["properties"],
 }
+_REQUEST = models.DatasetRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+_REQUEST.pop("$defs", None)  # openapi.py puts them among the components
 _BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": models.DatasetByPath.model_json_schema()},
+            "application/json": {"schema": _REQUEST},
             "multipart/form-data": {"schema": _FORM_SCHEMA},
         },
     }
@@ -48,92 +58,134 @@ _BODY = {
     summary="Accept a dataset, by upload or by path",
     response_model=models.Dataset,
     openapi_extra=_BODY,
-    responses={200: {"model": models.Dataset, "description": "It is there already"}, **responses(422, 507)},
+    responses={200: {"model": models.Dataset, "description": "It is there already"}, **responses(403, 404, 409, 413, 422, 507)},
 )
-async def create_dataset(request: Request, response: Response, ctx: Ctx) -> models.Dataset:
+async def create_dataset(request: Request, response: Response, ctx: Ctx, caller: Asking, idempotency_key: Key = None) -> models.Dataset:
     """The source is on the store (or its path noted) when this answers; ingestion follows. Posting the same source with the same options
     again answers with the same dataset; one that failed is tried again."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        upload = await receive(request, ctx.settings.store)
+        upload = await receive(request, ctx.settings.store, ctx.settings.max_upload_bytes)
         try:
             options = _validated(models.DatasetOptions, upload.fields)
-            tokenizer = await _tokenizer(ctx, options)
-        except BaseException:
-            await anyio.to_thread.run_sync(remove, upload.path)
-            raise
-        spec, ingest = await anyio.to_thread.run_sync(datasets.accept_upload, ctx.catalog, upload, options, tokenizer)
-    elif kind == "application/json":
-        by_path = _validated(models.DatasetByPath, await _body(request))
-        tokenizer = await _tokenizer(ctx, by_path)
+            accept = partial(datasets.accept, ctx.catalog, [upload], options, merged=False)
+            wanted = fingerprint(options.model_dump(exclude_defaults=True) | {"sha256": upload.sha256, "size": upload.size})
+            return await _create(ctx, response, caller, options, accept, idempotency_key, wanted)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(remove, upload.path)
+    if kind == "application/json":
+        asked = _validated(models.DatasetRequest, await request.body())
+        wanted = fingerprint(asked.model_dump(exclude_defaults=True))
+        return await _create(ctx, response, caller, asked, partial(_accept, ctx, asked), idempotency_key, wanted)
+    raise RequestError(ErrorCode.INVALID_REQUEST, f"content-type: {kind or 'none'} is neither multipart/form-data nor application/json")
 
-        def accept() -> tuple[DatasetSpec, bool]:
-            path = datasets.allowed_path(by_path.path, ctx.settings.data_dir, any_path=ctx.settings.allow_any_path)
-            return datasets.accept_path(ctx.catalog, path, by_path, tokenizer)
 
-        spec, ingest = await anyio.to_thread.run_sync(accept)
-    else:
-        raise RequestError(
-            ErrorCode.INVALID_REQUEST, f"content-type: {kind or 'none'} is neither multipart/form-data nor application/json", field=None
-        )
-    if ingest:
-        ctx.reconciler.wake()
-    answer = await _describe(ctx, spec)
-    response.status_code = 202 if answer.state == "ingesting" else 200
+async def _create(
+    ctx: Context,
+    response: Response,
+    caller: Caller,
+    options: models.DatasetOptions,
+    accept: Callable[[str, datasets.Begin], tuple[DatasetSpec, bool]],
+    key: str | None,
+    wanted: str,
+) -> models.Dataset:
+    """``accept`` makes the dataset, given the tokenizer and what records its id beforehand."""
+
+    def made(dataset_id: str) -> bool:
+        return (ctx.catalog.dataset_path(dataset_id) / DATASET_SPEC).exists()
+
+    async with claimed(ctx.idempotency, key, f"POST /v1/datasets {caller.name}", wanted, made) as claim:
+        if claim.made:
+            spec = await anyio.to_thread.run_sync(ctx.catalog.dataset, claim.resource_id)
+            response.headers[REPLAYED] = "true"
+        else:
+            tokenizer = await _tokenizer(ctx, options, caller)
+            spec, ingest = await anyio.to_thread.run_sync(accept, tokenizer, claim.name)
+            if ingest:
+                ctx.reconciler.wake()
+        answer = await _describe(ctx, spec)
+        response.status_code = claim.status or (202 if answer.state == "ingesting" else 200)
+        await anyio.to_thread.run_sync(claim.finish, response.status_code)
     response.headers["Location"] = f"/v1/datasets/{spec.dataset_id}"
     return answer
+
+
+def _accept(ctx: Context, asked: models.DatasetRequest, tokenizer: str, begin: datasets.Begin) -> tuple[DatasetSpec, bool]:
+    named = asked.sources if asked.sources is not None else [models.Source(path=asked.path, upload_id=asked.upload_id)]
+    sources: list[Path | Upload] = []
+    with ExitStack() as taken:
+        for i, source in enumerate(named):
+            if source.upload_id is not None:
+                sources.append(taken.enter_context(ctx.uploads.take(source.upload_id)))
+            else:
+                field = "path" if asked.sources is None else f"sources.{i}.path"
+                any_path = ctx.settings.allow_any_path
+                sources.append(datasets.allowed_path(source.path or "", ctx.settings.data_dir, any_path=any_path, field=field))
+        return datasets.accept(ctx.catalog, sources, asked, tokenizer, begin, merged=asked.sources is not None)
 
 
 @router.get("", summary="List datasets, newest first", responses=responses(422))
 async def list_datasets(
     ctx: Ctx,
-    cursor: Annotated[str | None, Query(description="`next_cursor` of the page before.")] = None,
+    state: Annotated[
+        list[DatasetState] | None, Query(description="Only datasets in one of these states; may be given several times.")
+    ] = None,
+    name: Annotated[str | None, Query(max_length=200, description="Only datasets whose name contains this, in capitals or not.")] = None,
+    cursor: Annotated[str | None, Query(max_length=200, description="`next_cursor` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
 ) -> models.DatasetList:
-    specs = await anyio.to_thread.run_sync(lambda: list(ctx.catalog.datasets()))
-    start = next((i + 1 for i, s in enumerate(specs) if s.dataset_id == cursor), None) if cursor is not None else 0
-    if start is None:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "cursor: names no dataset", field="cursor")
-    page = specs[start : start + limit]
-    last = page[-1].dataset_id if start + limit < len(specs) else None
-    return models.DatasetList(items=[await _describe(ctx, s) for s in page], next_cursor=last)
+    """A cursor stays valid while datasets are made and deleted, and with other filters."""
+
+    def wanted(spec: DatasetSpec) -> bool:
+        if name is not None and name.casefold() not in spec.name.casefold():
+            return False
+        if state is None:
+            return True
+        report = ctx.catalog.report(spec.dataset_id)
+        return (report.state if report else DatasetState.INGESTING) in state
+
+    specs, last = await anyio.to_thread.run_sync(lambda: page(ctx.catalog.datasets(), lambda s: s.dataset_id, wanted, cursor, limit))
+    return models.DatasetList(items=await _describe_all(ctx, specs), next_cursor=last)
 
 
 @router.get("/{dataset_id}", summary="How a dataset stands", responses=responses(404, 422))
 async def get_dataset(dataset_id: str, ctx: Ctx) -> models.Dataset:
+    """While it is ingested: how far that is. Afterwards its counts, and the first bad rows by line."""
     return await _describe(ctx, await anyio.to_thread.run_sync(ctx.catalog.dataset, dataset_id))
 
 
 async def _describe(ctx: Context, spec: DatasetSpec) -> models.Dataset:
-    answer = await anyio.to_thread.run_sync(datasets.describe, ctx.catalog, spec, None)
-    if answer.state != "ingesting":
-        return answer
+    return (await _describe_all(ctx, [spec]))[0]
+
+
+async def _describe_all(ctx: Context, specs: list[DatasetSpec]) -> list[models.Dataset]:
+    """One look at the store for all of them, and one at Redis for the progress of those that are being ingested."""
+    answers = await anyio.to_thread.run_sync(lambda: [datasets.describe(ctx.catalog, s, None) for s in specs])
+    busy = [i for i, a in enumerate(answers) if a.state == DatasetState.INGESTING]
+    if busy:
+        try:
+            told = await ctx.redis.mget([keys.dataset(specs[i].dataset_id) for i in busy])
+        except redis.RedisError:
+            return answers  # without their progress; that they are ingested is the store's to say
+        for i, progress in zip(busy, told, strict=True):
+            answers[i] = await anyio.to_thread.run_sync(datasets.describe, ctx.catalog, specs[i], progress)
+    return answers
+
+
+async def _tokenizer(ctx: Context, options: models.DatasetOptions, caller: Caller) -> str:
+    """The tokenizer that was named and is allowed, or the only live model's. Raises RequestError (tokenizers.py)."""
+    check_remote_code(options.trust_remote_code, caller, ctx.settings)
+    if options.tokenizer is None and options.format == "tokenized":
+        return ""
     try:
-        progress = await ctx.redis.get(keys.dataset(spec.dataset_id))
+        live = await ctx.engines()
     except redis.RedisError:
-        return answer  # without its progress; that it is ingested is the store's to say
-    return await anyio.to_thread.run_sync(datasets.describe, ctx.catalog, spec, progress)
-
-
-async def _tokenizer(ctx: Context, options: models.DatasetOptions) -> str:
-    if options.tokenizer is not None or options.format == "tokenized":
-        return options.tokenizer or ""
-    try:
-        return engines.only_model(await ctx.engines())
-    except redis.RedisError:
-        return ""  # ingestion says it where one is needed
-
-
-async def _body(request: Request) -> bytes:
-    """A JSON body, bounded: it is a few fields."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON:
-            raise RequestError(
-                ErrorCode.INVALID_REQUEST, f"the JSON body is longer than {MAX_JSON} bytes; upload files as multipart/form-data"
-            )
-    return bytes(body)
+        live = []  # ingestion says it where a tokenizer is needed
+    if options.tokenizer is None:
+        return engines.only_model(live)
+    models_of = {str(e.profile.get("model", "")) for e in live}
+    return await anyio.to_thread.run_sync(allowed_tokenizer, options.tokenizer, caller, ctx.settings, models_of)
 
 
 def _validated(model: type[Options], data: bytes | dict[str, str]) -> Options:

@@ -9,26 +9,31 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 import redis
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import __version__
 from ..contracts.errors import ErrorCode, StatetapError, StoreError
-from . import models
+from . import docs_page, models
 from .context import Ctx
 from .problems import responses
 
 router = APIRouter()
 
 READY_TIMEOUT_S = 3.0
+_METRICS_EXAMPLE = "# HELP statetap_redis_up 1 when Redis answers.\n# TYPE statetap_redis_up gauge\nstatetap_redis_up 1.0\n"
 
 
 @router.get("/v1/engines", tags=["engines"], summary="Live engines and their capture profiles", responses=responses())
 async def list_engines(ctx: Ctx) -> models.EngineList:
+    """What workers have registered in the last seconds, merged by engine. A job needs one of its capture profile."""
     return models.EngineList(items=[models.Engine(**e.to_dict()) for e in await ctx.engines()])
 
 
 @router.get("/healthz", tags=["service"], summary="The process is alive", responses=responses())
 async def healthz() -> models.Health:
+    """For a liveness probe: it looks at nothing else."""
     return models.Health(status="ok")
 
 
@@ -48,12 +53,34 @@ async def readyz(ctx: Ctx) -> models.Health:
     return models.Health(status="ok")
 
 
+@router.get(
+    "/metrics",
+    tags=["service"],
+    summary="Metrics as Prometheus text",
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}, "example": _METRICS_EXAMPLE}}}, **responses()},
+)
+async def metrics(request: Request, ctx: Ctx) -> Response:
+    """Works while Redis is away: `statetap_redis_up` is 0 then."""
+    text = await request.app.state.metrics.scrape(ctx)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(docs_page.page(request.app.openapi()))
+
+
 @router.get("/", tags=["service"], summary="Links and version", responses=responses())
 async def root() -> models.Root:
+    """Where to go from here."""
     links = {
         "datasets": "/v1/datasets",
         "jobs": "/v1/jobs",
+        "uploads": "/v1/uploads",
         "engines": "/v1/engines",
+        "events": "/v1/events",
+        "metrics": "/metrics",
         "health": "/healthz",
         "ready": "/readyz",
         "openapi": "/openapi.json",

@@ -14,12 +14,31 @@ from fastapi import FastAPI
 from .. import __version__
 from ..contracts.layout import DATASETS, JOBS
 from ..store.fs import make_dirs
-from . import api_datasets, api_jobs, api_system, problems
+from . import (
+    api_acks,
+    api_datasets,
+    api_delete,
+    api_estimate,
+    api_events,
+    api_jobs,
+    api_retry,
+    api_session,
+    api_system,
+    api_uploads,
+    openapi,
+    problems,
+)
+from .auth import AuthMiddleware, Guard
 from .catalog import Catalog
 from .connections import connect_async
 from .context import Context
+from .events import Events
 from .feed import Feed
+from .idempotency import Idempotency
+from .limits import BodyLimit
+from .metrics import Metrics, RequestMetrics
 from .reconciler import Reconciler
+from .resumable import Resumable
 from .settings import CoordinatorSettings
 from .status import StatusReader
 from .uploads import sweep
@@ -30,14 +49,23 @@ STOP_S = 1.0  # the reconciler has to end its tick; cut off, the next start does
 
 
 def create_app(settings: CoordinatorSettings) -> FastAPI:
-    """The application. Store and Redis are opened when it starts; Redis may be away then."""
+    """The application. Store and Redis are opened when it starts; Redis may be away then.
+
+    Raises RequestError ``invalid_request`` for settings that would leave the API open to a network.
+    """
+    guard = Guard(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         for name in (DATASETS, JOBS):
             make_dirs(settings.store / name)
+        guard.start(settings.store)
         if swept := sweep(settings.store):
             log.info("removed %d uploads that were never finished", swept)
+        idempotency = Idempotency(settings.store, settings.idempotency_ttl_s)
+        idempotency.sweep()
+        uploads = Resumable(settings.store, ttl_s=settings.upload_ttl_s, max_bytes=settings.max_upload_bytes)
+        uploads.sweep()
         url = settings.redis_url.get_secret_value()
         client = connect_async(url)
         feed = Feed(url)
@@ -50,12 +78,16 @@ def create_app(settings: CoordinatorSettings) -> FastAPI:
             rate_window_s=settings.rate_window_s,
             min_free_bytes=settings.min_free_bytes,
         )
+        status = StatusReader(catalog, client, reconciler)
         app.state.context = Context(
             settings=settings,
             catalog=catalog,
             redis=client,
             reconciler=reconciler,
-            status=StatusReader(catalog, client, reconciler),
+            status=status,
+            idempotency=idempotency,
+            uploads=uploads,
+            events=Events(catalog, status),
         )
         reconciler.start()
         try:
@@ -71,8 +103,20 @@ def create_app(settings: CoordinatorSettings) -> FastAPI:
         summary="Hidden states of every prompt token, out of a running SGLang, as checked training data.",
         description="Datasets are ingested, jobs prefill their rows on an engine and keep the states. Problems are RFC 9457.",
         lifespan=lifespan,
+        generate_unique_id_function=lambda route: route.name,  # functions are named for what they do; tests/integration/test_api_schema.py
+        docs_url=None,  # /docs is our own page (docs_page.py): FastAPI's loads its scripts from elsewhere
+        redoc_url=None,
     )
     problems.install(app)
-    for module in (api_datasets, api_jobs, api_system):
+    # The last one added sees a request first.
+    app.add_middleware(BodyLimit, limit=settings.max_json_bytes)
+    app.add_middleware(AuthMiddleware, guard=guard)
+    app.state.metrics = Metrics()
+    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
+    app.state.guard = guard
+    for module in (
+        api_acks, api_datasets, api_delete, api_estimate, api_events, api_jobs, api_retry, api_session, api_system, api_uploads,
+    ):  # fmt: skip
         app.include_router(module.router)
+    openapi.install(app)
     return app

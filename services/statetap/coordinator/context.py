@@ -12,7 +12,10 @@ from ..contracts import keys
 from ..contracts.records import EngineInfo
 from . import engines
 from .catalog import Catalog
+from .events import Events
+from .idempotency import Idempotency
 from .reconciler import Reconciler
+from .resumable import Resumable
 from .settings import CoordinatorSettings
 from .status import StatusReader
 
@@ -24,6 +27,9 @@ class Context:
     redis: redis.asyncio.Redis
     reconciler: Reconciler
     status: StatusReader
+    idempotency: Idempotency
+    uploads: Resumable
+    events: Events
 
     async def engines(self) -> list[EngineInfo]:
         """Live engines, merged. Raises RedisError."""

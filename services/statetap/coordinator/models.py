@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..contracts.records import DatasetState, JobState
+from ..contracts.records import DatasetState, JobState, Retain
 
 Format = Literal["auto", "messages", "sharegpt", "tokenized"]
 
@@ -28,12 +28,65 @@ class DatasetOptions(Strict):
     max_length: int = Field(default=0, ge=0, le=1 << 31, description="Longest row in tokens; 0: no limit.")
     truncate: bool = Field(default=False, description="Cut longer rows at max_length rather than reject them.")
     trust_remote_code: bool = Field(default=False, description="Run the tokenizer's own code.")
+    shuffle: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 63,
+        description="Seed by which all rows are permuted, the same on every machine. Default: their order stays.",
+    )
 
 
-class DatasetByPath(DatasetOptions):
-    """A file that lies below the coordinator's data folder."""
+class Source(Strict):
+    """A file that lies below the coordinator's data folder, or a finished upload."""
 
-    path: str = Field(min_length=1, max_length=4096, description="Path of the source file.", examples=["/data/conversations.jsonl"])
+    path: str | None = Field(
+        default=None, min_length=1, max_length=4096, description="Path of the source file.", examples=["/data/conversations.jsonl"]
+    )
+    upload_id: str | None = Field(default=None, max_length=64, description="A finished upload (POST /v1/uploads), which is used up.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Source:
+        if (self.path is None) == (self.upload_id is None):
+            raise ValueError("name one of path and upload_id")
+        return self
+
+
+class DatasetRequest(DatasetOptions):
+    """One source (`path` or `upload_id`), or several, merged in order (`sources`)."""
+
+    path: str | None = Field(
+        default=None, min_length=1, max_length=4096, description="Path of the source file.", examples=["/data/conversations.jsonl"]
+    )
+    upload_id: str | None = Field(default=None, max_length=64, description="A finished upload (POST /v1/uploads), which is used up.")
+    sources: list[Source] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="Files that are merged in this order.",
+        examples=[[{"path": "/data/chat.jsonl"}, {"upload_id": "up-0b9f3c52d5a84f0f9b1f6a7c8d9e0f11"}]],
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DatasetRequest:
+        if sum(s is not None for s in (self.path, self.upload_id, self.sources)) != 1:
+            raise ValueError("name the source: one of path, upload_id and sources")
+        uploads = [s.upload_id for s in self.sources or () if s.upload_id is not None]
+        if len(uploads) != len(set(uploads)):
+            raise ValueError("sources: an upload is named twice, and it is used up once")
+        return self
+
+
+class UploadRequest(Strict):
+    filename: str = Field(min_length=1, max_length=255, description="The file's name; its ending says the format.", examples=["data.jsonl"])
+    size: int = Field(ge=1, le=1 << 62, description="Bytes of the whole file.", examples=[10_737_418_240])
+
+
+class Upload(BaseModel):
+    upload_id: str = Field(examples=["up-0b9f3c52d5a84f0f9b1f6a7c8d9e0f11"])
+    filename: str = Field(examples=["data.jsonl"])
+    size: int = Field(description="Bytes of the whole file.", examples=[10_737_418_240])
+    offset: int = Field(description="Bytes that are safe on the store: the next piece begins here.", examples=[67_108_864])
+    expires_at: float = Field(description="Unix time at which it is removed, unless more arrives before.", examples=[1764512345.0])
 
 
 class Dataset(BaseModel):
@@ -42,6 +95,8 @@ class Dataset(BaseModel):
     state: DatasetState
     format: str
     tokenizer: str
+    sources: list[str] = Field(description="Of a merged dataset: its files, each by as much of its path as tells them apart.")
+    shuffle_seed: int | None = Field(description="Seed by which the rows were permuted; null: they stand in the order of the sources.")
     rows: int = Field(description="Source rows seen so far, good or bad.")
     accepted: int = Field(description="Rows that a job would prefill.")
     rejected: int = Field(description="Rows with an error code; a job skips them.")
@@ -71,6 +126,22 @@ class JobRequest(Strict):
     max_failed: int = Field(default=0, ge=0, description="Failed rows that the submitter still takes as a success (exit code of the CLI).")
     wait_for_engine: bool = Field(default=False, description="Accept a profile that an earlier job had and that no live engine serves now.")
     force: bool = Field(default=False, description="Accept though the store has not the space.")
+    rows: int | None = Field(default=None, ge=1, description="Only the first rows of the dataset. Default: all.")
+    max_length: int | None = Field(default=None, ge=1, description="Rows of more tokens are skipped. Default: what the engine takes.")
+    reuse: bool = Field(
+        default=True, description="Take rows with equal tokens, mask and profile from earlier jobs by hard link, without a prefill."
+    )
+    retain: Retain = Field(
+        default=Retain.ALL,
+        description="`until_read`: files are freed when a reader acknowledges them, and the job pauses as `store_full` at `retain_bytes`.",
+    )
+    retain_bytes: int = Field(default=0, ge=0, description="With `until_read`: bytes that may wait to be read.")
+
+    @model_validator(mode="after")
+    def _retains(self) -> JobRequest:
+        if (self.retain == Retain.UNTIL_READ) != (self.retain_bytes > 0):
+            raise ValueError("retain_bytes: give it with retain=until_read, and only then")
+        return self
 
 
 class Rows(BaseModel):
@@ -78,6 +149,7 @@ class Rows(BaseModel):
 
     total: int
     done: int
+    reused: int = Field(description="Of the done rows: taken from earlier jobs by hard link.")
     failed: int = Field(description="Attempted, and given up.")
     skipped: int = Field(description="Never sent: the row itself does not allow it.")
     open: int
@@ -91,6 +163,7 @@ class Tokens(BaseModel):
 class Bytes(BaseModel):
     expected: int = Field(description="Exact bytes of the files if every row that can be prefilled is done.")
     committed: int
+    freed: int = Field(description="Of the committed: freed when they were read (`retain: until_read`).")
 
 
 class Rates(BaseModel):
@@ -126,11 +199,16 @@ class Job(BaseModel):
     errors: dict[str, int] = Field(description="Error code -> rows, failed and skipped.")
     rates: Rates
     eta_s: float | None = Field(description="Seconds left, by tokens; null when unknown.")
+    bound: Literal["", "prefill", "d2h", "tap", "commit", "no_engine"] = Field(
+        description="What holds the job up now: the engine's prefills, its copies to the tap (d2h), space in the tap, check and commit, or that there is "
+        "no engine; empty when nothing does or nothing is known."
+    )
     batches: Batches
     created_at: float = Field(description="Unix time.")
     started_at: float | None
     ended_at: float | None
     path: str = Field(description="The job's folder, as the coordinator sees it.")
+    version: int = Field(description="Grows whenever this snapshot changed and never goes back: of two, the higher is the newer.")
 
 
 class JobList(BaseModel):
@@ -138,9 +216,31 @@ class JobList(BaseModel):
     next_cursor: str | None = Field(description="Give it as `cursor` for the next page; null on the last.")
 
 
+class Row(BaseModel):
+    row: int = Field(description="0-based position in the source.", examples=[17])
+    state: Literal["done", "failed", "skipped", "open"] = Field(description="Open: it has no outcome yet.", examples=["done"])
+    generation: int = Field(default=0, description="Grows with each retry of the row.", examples=[0])
+    tokens: int = Field(default=0, description="Of a done row.", examples=[412])
+    bytes: int = Field(default=0, description="Of its file.", examples=[25_296_896])
+    path: str = Field(default="", description="Of its file, below the job's folder.", examples=["rows_0-2000/data_17.safetensors"])
+    xxh3: str = Field(default="", description="xxh3-64 of the whole file.", examples=["9f1c4be2d3758604"])
+    code: str = Field(default="", description="Error code of a failed or skipped row.", examples=[""])
+    message: str = Field(default="", examples=[""])
+    origin: str = Field(
+        default="", description="`<job>/<row>` that the file was captured for, when it was taken from there.", examples=[""]
+    )
+    at: float = Field(default=0.0, description="Unix time of the outcome; 0 for an open row.", examples=[1764512345.0])
+
+
+class RowList(BaseModel):
+    items: list[Row] = Field(description="May be fewer than `limit`, even none, before the last page.")
+    next_cursor: str | None = Field(description="Give it as `cursor` for the next page; null on the last.", examples=["17"])
+
+
 class RowError(BaseModel):
     row: int = Field(description="0-based position in the source.")
     line: int | None = Field(description="1-based line (JSONL) or element (JSON array) of the source.")
+    file: str | None = Field(description="Of a merged dataset: the file that the line is in.")
     source_id: str | None
     state: Literal["failed", "skipped"]
     code: str

@@ -6,6 +6,7 @@ Invariant: what a user sees never holds a URL of Redis, a trace or another secre
 from __future__ import annotations
 
 import logging
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from ..contracts.errors import SPECS, ErrorCode, StatetapError
 from ..store.fs import store_error
@@ -65,7 +67,11 @@ def problem(code: ErrorCode, detail: str, *, status: int | None = None, **extens
         "next_step": spec.next_step,
     }
     body |= {k: v for k, v in extensions.items() if k in EXTENSIONS and v is not None}
-    headers = {"Retry-After": "2"} if spec.retryable and status in (409, 503) else None
+    headers = {}
+    if spec.retryable and status in (409, 429, 503):
+        headers["Retry-After"] = str(math.ceil(extensions.get("retry_after_s", 2)))
+    if status == 401:
+        headers["WWW-Authenticate"] = 'Bearer realm="statetap"'
     return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
@@ -91,6 +97,12 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, e: HTTPException) -> JSONResponse:
         if e.status_code == 404:
             return problem(ErrorCode.NOT_FOUND, f"nothing at {request.url.path}")
+        if e.status_code == 400:  # a body that is no text at all: as wrong as one that is no JSON
+            return problem(ErrorCode.INVALID_REQUEST, str(e.detail))
+        if e.status_code == 405:
+            return _not_allowed(request)
+        if e.status_code == 413:
+            return problem(ErrorCode.TOO_LARGE, str(e.detail))
         response = problem(ErrorCode.INVALID_REQUEST, str(e.detail), status=e.status_code)
         response.headers.update(e.headers or {})
         return response
@@ -109,6 +121,19 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> JSONResponse:  # the server logs the trace
         return problem(ErrorCode.INTERNAL, "an error of the coordinator; its log has the trace")
+
+
+def _not_allowed(request: Request) -> JSONResponse:
+    """405 with all methods of the path: Starlette names those of one route only, and each of ours has one."""
+    methods = {
+        method.upper()
+        for path, operations in request.app.openapi()["paths"].items()
+        if compile_path(path)[0].match(request.url.path)
+        for method in operations
+    }
+    response = problem(ErrorCode.INVALID_REQUEST, f"{request.method} is not a method of {request.url.path}", status=405)
+    response.headers["Allow"] = ", ".join(sorted(methods))
+    return response
 
 
 def _field(loc: tuple[Any, ...]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 GIB = 1 << 30
 
@@ -26,7 +28,29 @@ class CoordinatorSettings(BaseSettings):
         default=False,
         description="Accept a dataset path anywhere on this host. Only for the single-host CLI, where caller and host are one.",
     )
-    host: str = Field(default="127.0.0.1", description="Address that the API listens on.")
+    model_dirs: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description="Folders, separated by colons, below which tokenizers named by path may lie, beside the data folder and the store.",
+    )
+    allow_remote_code: bool = Field(
+        default=False, description="Let anyone who may submit a dataset run its tokenizer's own code. Without it that takes an admin key."
+    )
+    keys_file: Path | None = Field(
+        default=None,
+        description="File of the API keys (`statetap keys`); read again when it changes. Unset: no authentication, on loopback only.",
+    )
+    allow_no_auth: bool = Field(
+        default=False,
+        description="Serve a network without keys: everybody who reaches it may do everything. For one that is closed by other means.",
+    )
+    metrics_open: bool = Field(default=False, description="Answer /metrics without a key.")
+    cookie_secure: bool = Field(
+        default=False,
+        description="Mark the page's cookie Secure though the request came by http (TLS ends at a proxy that does not say so).",
+    )
+    session_s: float = Field(default=43_200.0, gt=0, description="Seconds after which a login of the page ends.")
+    max_json_bytes: int = Field(default=1 << 20, ge=1024, description="Longest request body that is not an upload, in bytes.")
+    host: str = Field(default="127.0.0.1", description="Address that the API listens on. Anything but loopback needs keys_file.")
     port: int = Field(default=8700, ge=0, le=65535, description="Port that the API listens on; 0 takes a free one.")
     port_file: Path | None = Field(default=None, description="File that the bound port is written to, atomically, once the API listens.")
     tick_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks of the reconciler.")
@@ -41,4 +65,16 @@ class CoordinatorSettings(BaseSettings):
         ge=0,
         description="Free bytes of the store below which jobs pause as low_disk. 0: 1 GiB, or 2 % of the file system where that is less.",
     )
+    max_upload_bytes: int = Field(
+        default=0, ge=0, description="Largest file that is accepted as an upload, in bytes. 0: what the store has free."
+    )
+    upload_ttl_s: float = Field(
+        default=86_400.0, gt=0, description="Seconds without progress after which an upload that was not finished is removed."
+    )
+    idempotency_ttl_s: float = Field(default=86_400.0, gt=0, description="Seconds for which an Idempotency-Key is remembered.")
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="Least level of events that are logged.")
+
+    @field_validator("model_dirs", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(p for p in value.split(os.pathsep) if p) if isinstance(value, str) else value

@@ -106,18 +106,21 @@ class _Form:
         self.ended = True
 
 
-async def receive(request: Request, store: Path) -> Upload:
-    """Take the request's body. Raises RequestError (``invalid_request``), StoreError (``store_full``, ``store_io``)."""
+async def receive(request: Request, store: Path, max_bytes: int) -> Upload:
+    """Take the request's body; ``max_bytes``: of the file, 0: what the store has free.
+
+    Raises RequestError (``invalid_request``, ``too_large``), StoreError (``store_full``, ``store_io``).
+    """
     _, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if not boundary:
         raise RequestError(ErrorCode.INVALID_REQUEST, "content-type: multipart/form-data needs a boundary")
     folder = store / DATASETS / INCOMING
-    await anyio.to_thread.run_sync(_prepare, folder, int(request.headers.get("content-length") or 0))
+    await anyio.to_thread.run_sync(_prepare, folder, int(request.headers.get("content-length") or 0), max_bytes)
     form = _Form()
     callbacks = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
     path = folder / secrets.token_hex(16)
-    sink = _Sink(path)
+    sink = _Sink(path, max_bytes)
     try:
         parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
         async for chunk in request.stream():
@@ -147,35 +150,48 @@ async def receive(request: Request, store: Path) -> Upload:
 
 
 def sweep(store: Path) -> int:
-    """Remove uploads that a crash left behind; their number. At start only."""
+    """Remove uploads that a crash left behind, resumable ones aside; their number. At start only."""
     folder = store / DATASETS / INCOMING
-    old = [p for p in folder.glob("*") if time.time() - p.stat().st_mtime > ORPHAN_AFTER_S]
+    old = [p for p in folder.glob("*") if not p.name.startswith("up-") and time.time() - p.stat().st_mtime > ORPHAN_AFTER_S]
     for path in old:
         remove(path)
     return len(old)
 
 
-def _prepare(folder: Path, size: int) -> None:
-    try:
-        make_dirs(folder)
-        free = free_bytes(folder)
-    except OSError as e:
-        raise store_error(e, "keep the upload") from e
+def check_size(folder: Path, size: int, max_bytes: int) -> None:
+    """Refuse what can never be kept. Raises RequestError ``too_large``, StoreError ``store_full``, OSError."""
+    if max_bytes and size > max_bytes:
+        message = f"the upload has {size:,} bytes; STATETAP_MAX_UPLOAD_BYTES allows {max_bytes:,}"
+        raise RequestError(ErrorCode.TOO_LARGE, message, numbers={"needed": size, "allowed": max_bytes})
+    free = free_bytes(folder)
     if size > free:
         message = f"the upload has {size:,} bytes and the store {free:,} free"
         raise StoreError(ErrorCode.STORE_FULL, message, numbers={"needed": size, "free": free})
 
 
+def _prepare(folder: Path, length: int, max_bytes: int) -> None:
+    try:
+        make_dirs(folder)
+        # The limit is on the file, without the form around it: what is let through here is checked while it is written.
+        check_size(folder, length - (MAX_PARTS * MAX_FIELD if max_bytes else 0), max_bytes)
+    except OSError as e:
+        raise store_error(e, "keep the upload") from e
+
+
 class _Sink:
     """Writes and hashes; runs in threads, one call at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
+        self._max_bytes = max_bytes
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._digest = hashlib.sha256()
         self._size = 0
 
     def write(self, block: bytearray) -> None:
+        if self._max_bytes and self._size + len(block) > self._max_bytes:
+            message = f"the file is longer than the {self._max_bytes:,} bytes that STATETAP_MAX_UPLOAD_BYTES allows"
+            raise RequestError(ErrorCode.TOO_LARGE, message, numbers={"allowed": self._max_bytes})
         self._digest.update(block)
         write_all(self._fd, memoryview(block))
         self._size += len(block)
