@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+
+from ..client import Job
 
 
 class Exit(IntEnum):
@@ -21,9 +22,9 @@ class Exit(IntEnum):
     TERMINATED = 143
 
 
-def exit_of(job: dict[str, Any], max_failed: int) -> Exit:
+def exit_of(job: Job, max_failed: int) -> Exit:
     """Exit code for a job's status. ``max_failed`` bounds failed + skipped rows that still count as success."""
-    state, rows = job["state"], job["rows"]
+    state, rows = job.state, job.rows
     if state == "completed_with_errors":
-        return Exit.COMPLETED if rows["failed"] + rows["skipped"] <= max_failed else Exit.COMPLETED_WITH_ERRORS
+        return Exit.COMPLETED if rows.failed + rows.skipped <= max_failed else Exit.COMPLETED_WITH_ERRORS
     return {"completed": Exit.COMPLETED, "paused": Exit.PAUSED, "failed": Exit.FAILED, "cancelled": Exit.CANCELLED}.get(state, Exit.ERROR)

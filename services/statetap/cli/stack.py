@@ -141,6 +141,9 @@ class Stack:
             coordinator["STATETAP_DATA_DIR"] = str(config.data_dir.resolve())
         if config.allow_any_path:
             coordinator["STATETAP_ALLOW_ANY_PATH"] = "1"
+            coordinator["STATETAP_KEYS_FILE"] = ""  # of `run` alone, on loopback: the keys of a shared coordinator are not for it
+        if config.trust_remote_code:  # whoever starts the stack so lets the model's own code run anyway
+            coordinator["STATETAP_ALLOW_REMOTE_CODE"] = "1"
         # The engines take longest: they start first, and everything else beside them.
         for i in range(config.engines):
             self._start_engine(i, common)

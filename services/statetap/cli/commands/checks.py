@@ -1,0 +1,101 @@
+"""``verify``, ``parity``, ``doctor`` and ``version``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ... import __version__
+from ...contracts.errors import ErrorCode, RequestError
+from ..exits import Exit
+from ..options import Api, JobFolder, Json, Model, Trust, expanded, local
+from ..output import Out
+from ..units import size
+
+app = typer.Typer()
+
+
+def find_job_dir(path: Path) -> Path:
+    """A job's folder from itself, or from a store that holds one job. Raises RequestError."""
+    if (path / "job.json").exists():
+        return path
+    found = sorted(p.parent for p in path.glob("jobs/*/job.json"))
+    if len(found) != 1:
+        what = f"{len(found)} jobs: name one of {[str(p) for p in found[:5]]}" if found else "no job"
+        raise RequestError(ErrorCode.NOT_FOUND, f"{path} holds {what}", next_step="Give a job's folder (`statetap jobs JOB` shows it).")
+    return found[0]
+
+
+@app.command()
+def verify(
+    path: JobFolder,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Files that are read at once. Default: one a core, at most 8.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read every file of a job again and compare it with the ledger. Exit 0: whole and right; 7: not."""
+    # pyarrow and numpy take a second to import, and most verbs need neither.
+    from ...store.verify import verify_job
+
+    report = verify_job(find_job_dir(path), threads=threads or min(8, os.cpu_count() or 1))
+    problems = [f"row {p.row} {p.path}: {p.code}: {p.message}" for p in report.problems]
+    total = f"{report.files} files, {size(report.bytes)}, {report.rows} rows, problems: {report.counts or 'none'}"
+    Out(as_json).document(report.to_dict(), *problems, total)
+    raise typer.Exit(int(Exit.COMPLETED if report.ok else Exit.PROBLEMS_FOUND))
+
+
+@app.command()
+def parity(
+    path: JobFolder,
+    model: Model,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Rows to compare, spread over the job.")] = 8,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Largest relative error.")] = 1e-5,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Compare files of a job with transformers' forward on the same weights. Exit 0: equal; 7: not."""
+    from ..compare import compare_job  # torch and transformers
+
+    result = compare_job(find_job_dir(path), local(model), samples=samples, trust_remote_code=trust_remote_code)
+    ok = result.rows > 0 and result.worst < tolerance < result.shifted
+    told = {k: getattr(result, k) for k in ("rows", "tokens", "errors", "worst", "shifted")} | {"ok": ok}
+    lines = [f"{f'boundary {name}' if name.isdigit() else name}: relative error {error:.2g}" for name, error in result.errors.items()]
+    verdict = f"{'equal' if ok else 'NOT equal'} (largest {result.worst:.2g}, nearest shifted control {result.shifted:.2g})"
+    Out(as_json).document(told, *lines, f"{result.rows} rows, {result.tokens} tokens: {verdict}")
+    raise typer.Exit(int(Exit.COMPLETED if ok else Exit.PROBLEMS_FOUND))
+
+
+@app.command()
+@expanded
+def doctor(
+    api: Api,
+    store: Annotated[
+        Path | None, typer.Option("--store", envvar="STATETAP_STORE", help="Store folder; without it the disk is not looked at.")
+    ] = None,
+    tap: Annotated[Path | None, typer.Option("--tap", envvar="STATETAP_TAP", help="Tap folder. Default: /dev/shm.")] = None,
+    redis_url: Annotated[
+        str | None,
+        typer.Option("--redis-url", envvar="STATETAP_REDIS_URL", help="Redis; without it only the coordinator is asked about it."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="No GPU is expected.")] = False,
+) -> None:
+    """Look at everything that a run needs; each line is ok, or says what to do. Exit 0: nothing FAILs; 1: something does."""
+    from ..doctor import examine
+
+    out, failed = api.out, False
+    for finding in examine(url=api.url, store=store, tap=tap or Path("/dev/shm"), redis_url=redis_url, cpu=cpu):
+        failed = failed or finding.level == "FAIL"
+        out.item(
+            finding.to_dict(), f"{finding.level:<4} {finding.subject}: {finding.text}" + (f" -> {finding.todo}" if finding.todo else "")
+        )
+    raise typer.Exit(int(Exit.ERROR if failed else Exit.COMPLETED))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Print the version."""
+    Out(as_json).document({"version": __version__}, __version__)
