@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration faults e2e bench figures clean
+.PHONY: help setup demo test check unit integration faults e2e trainers bench figures docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,10 @@ faults: setup ## Killed workers, full disks, torn writes
 e2e: setup ## The whole stack by its command line
 	@$(PY) -m pytest -q tests/e2e
 
+trainers: setup ## Exports, read by each trainer's own package in an environment of its own
+	@$(PY) -m tests.trainers.venvs $(VENV)/trainers
+	@TRAINERS=$(VENV)/trainers $(PY) -m pytest -q tests/trainers
+
 bench: setup ## What our own layers cost; SHORT=1 for a short form (one JSON object a figure)
 	@$(PY) -m tests.bench.bench $(if $(SHORT),--short,)
 
@@ -59,6 +63,9 @@ figures: setup ## Measure the demo and the bench again and write docs/figures.js
 	@$(PY) examples/demo.py --figures > $(VENV)/figures.log || { cat $(VENV)/figures.log; exit 1; }
 	@$(PY) -m tests.bench.bench >> $(VENV)/figures.log
 	@$(PY) -m tests.support.figures < $(VENV)/figures.log
+
+docs: setup ## Write docs/reference from the code (a test fails when it is not what the code says)
+	@$(PY) -m tests.support.reference
 
 clean: ## Remove .venv and everything that demo and bench made
 	rm -rf $(VENV) .statetap

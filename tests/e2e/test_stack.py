@@ -15,25 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from statetap.engine.tiny import make_tiny
 from statetap.store.reader import JobDataset
 from tests.support.stack import STATETAP, Up, cli, kill_tree, ledger_lines, start_up, tokenized, wait_for
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def up(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Up:
-    folder = tmp_path_factory.mktemp("up")
-    running = start_up(folder / "store", model, folder / "up.log", "--data-dir", str(folder), "--", "--chunked-prefill-size", "512")
-    yield running
-    if running.process.poll() is None:
-        running.stop()
 
 
 def submit(up: Up, data: Path, **options: object) -> dict:
@@ -175,7 +160,7 @@ def test_cancel_pause_and_resume_by_the_command_line(up: Up, tmp_path: Path) -> 
     assert verified.returncode == 7 and "problems: {'incomplete': 1}" in verified.stdout
 
 
-def test_up_says_what_it_does_and_leaves_nothing(up: Up) -> None:  # last: it ends the module's stack
+def test_up_says_what_it_does_and_leaves_nothing(up: Up) -> None:  # last on it: it ends the stack
     tap = Path(json.loads((up.store / ".stack" / "tap.json").read_text())["tap"])
     assert tap.is_dir()
     second = subprocess.run([*STATETAP, "up", "--cpu", "--model", "m", "--store", str(up.store)], capture_output=True, text=True)
