@@ -17,7 +17,7 @@ class Exit(IntEnum):
     PAUSED = 4
     FAILED = 5
     CANCELLED = 6
-    PROBLEMS_FOUND = 7  # verify or parity found some
+    PROBLEMS_FOUND = 7  # verify, parity or export found some
     INTERRUPTED = 130
     TERMINATED = 143
 
