@@ -60,6 +60,11 @@ ROWS = [
     ("bench.ingest_rss_mib", "peak RSS of coordinator + ingestion, 100,000 rows of 2,000 tokens, MiB", "< 700"),
     ("bench.ingest_rss_flatness", "that over the peak at 10,000 rows", "1"),
     ("bench.submit_to_prefill_s", "seconds from submit to the first prefill, idle stack", "< 2"),
+    ("service.small_job_ratio", "time of a 500-row job beside one of 100,000 rows, over its time alone", "<= 2.5"),
+    ("service.eta_error", "largest error of the ETA after the first 5 %, of the job's whole time", "<= 0.10"),
+    ("service.pause_s", "seconds from pause to the last prefill, the slowest of 8", "<= 2"),
+    ("service.status_p99_ms", "p99 of GET on jobs with 1,000 jobs and 100 watchers by SSE, ms", ""),
+    ("service.undocumented_5xx", "undocumented 5xx that schemathesis finds in the whole OpenAPI", "0"),
     ("demo.max_rel_error", "largest relative error of the demo's states against transformers (fp32)", "< 1e-5"),
 ]
 

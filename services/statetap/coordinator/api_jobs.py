@@ -63,16 +63,16 @@ async def _create(ctx: Context, body: models.JobRequest, claim: Claim) -> JobSpe
     known = await anyio.to_thread.run_sync(ctx.catalog.profile, body.profile_id) if body.profile_id else None
     profile = engines.choose(live, body.profile_id, known, tokenizer, wait=body.wait_for_engine)
 
-    # Before the thread, not from within it: threads that wait for others could use up all there are.
-    reserved = 0 if body.force else await ctx.status.reserved_bytes()
-
     def create() -> JobSpec:
         # A new id though an earlier request may have named one: of that job there can be a plan, for another profile.
         job_id = new_job_id()
         claim.name(job_id)
         return submit(ctx.catalog, body, report, profile, reserved, ctx.settings.min_free_bytes, job_id)
 
-    spec = await anyio.to_thread.run_sync(create)
+    async with ctx.submitting:
+        # Before the thread, not from within it: threads that wait for others could use up all there are.
+        reserved = 0 if body.force else await ctx.status.reserved_bytes()
+        spec = await anyio.to_thread.run_sync(create)
     ctx.reconciler.wake()
     return spec
 

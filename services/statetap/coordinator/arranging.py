@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 
 from ..contracts import keys
 from .fairness import Running, Share, order, to_yield
@@ -21,6 +22,10 @@ def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now
         return
     queued = feed.queued(keys.queue(profile_id))
     mine = {e.rq_id: v.spec.job_id for v in group for e in v.entries.values() if not e.started}
+    waiting: dict[str, list[str]] = defaultdict(list)
+    for rq_id in queued:
+        if (job_id := mine.get(rq_id)) is not None:
+            waiting[job_id].append(rq_id)
     shares = [
         Share(
             job_id=v.spec.job_id,
@@ -28,7 +33,7 @@ def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now
             leased=len(v.leased_since),
             served=v.window.rates().tokens_per_s,
             left=v.sums.tokens_left,
-            waiting=tuple(i for i in queued if mine.get(i) == v.spec.job_id),
+            waiting=tuple(waiting[v.spec.job_id]),
         )
         for v in group
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import redis.asyncio
@@ -30,6 +31,8 @@ class Context:
     idempotency: Idempotency
     uploads: Resumable
     events: Events
+    submitting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from the look at the store's room to the job that takes it, so that two submissions do not count on the same bytes."""
 
     async def engines(self) -> list[EngineInfo]:
         """Live engines, merged. Raises RedisError."""

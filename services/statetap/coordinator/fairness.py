@@ -10,6 +10,7 @@ tokens prefilled lately decide.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,24 +41,30 @@ class Running:
 
 def order(shares: Sequence[Share], workers: int) -> list[str]:
     """The rq ids of all queued batches, the first to go first."""
-    by_leases = len(shares) <= workers
-    left = {s.job_id: list(s.waiting) for s in shares}
-    given = {s.job_id: s.leased for s in shares}
+    by_id = {s.job_id: s for s in shares}
+    key = _by_leases if len(shares) <= workers else _by_tokens
+    # One entry a job, for its next batch; only the key of the job that was chosen changes.
+    heap = [(key(s, 0), s.job_id, 0) for s in shares if s.waiting]
+    heapq.heapify(heap)
     found: list[str] = []
-    while candidates := [s for s in shares if left[s.job_id]]:
-        first = min(candidates, key=lambda s: (-s.priority, *(_by_leases(s, given) if by_leases else _by_tokens(s, given)), s.job_id))
-        found.append(left[first.job_id].pop(0))
-        given[first.job_id] += 1
+    while heap:
+        _, job_id, n = heap[0]
+        share = by_id[job_id]
+        found.append(share.waiting[n])
+        if n + 1 < len(share.waiting):
+            heapq.heapreplace(heap, (key(share, n + 1), job_id, n + 1))
+        else:
+            heapq.heappop(heap)
     return found
 
 
-def _by_leases(share: Share, given: dict[str, int]) -> tuple[float, ...]:
+def _by_leases(share: Share, given: int) -> tuple[float, ...]:
     # At a tie the smaller job: its batches are the shorter ones, so the worker that comes next is most likely its own.
-    return given[share.job_id], share.left
+    return -share.priority, share.leased + given, share.left
 
 
-def _by_tokens(share: Share, given: dict[str, int]) -> tuple[float, ...]:
-    return share.served, given[share.job_id]
+def _by_tokens(share: Share, given: int) -> tuple[float, ...]:
+    return -share.priority, share.served, share.leased + given
 
 
 def to_yield(shares: Iterable[Share], running: Iterable[Running], workers: int) -> list[Running]:

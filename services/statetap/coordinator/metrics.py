@@ -30,7 +30,7 @@ from ..store.fs import free_bytes
 from . import engines, models
 from .catalog import ended
 from .context import Context
-from .reconciler import least_free
+from .sizing import least_free
 
 REDIS_S = 3.0  # a scrape does not wait longer for it
 _METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS"})

@@ -7,12 +7,10 @@ the next look does what is still to be done. A tick never does work in proportio
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import redis
 
@@ -27,23 +25,15 @@ from .catalog import Catalog, ended
 from .endings import Endings
 from .feed import Entry, Feed, parse_outstanding
 from .ingestion import feed_ingestion
+from .sizing import least_free
 from .states import Pause, Seen, Verdict, judge, parse_pause
 from .totals import Rates
 from .view import FRUITLESS_LIMIT, SETTLE_S, Given, JobView
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 BATCHES_A_WORKER = 2  # one that runs, one that waits for it to end
 MIN_OUTSTANDING = 2
-
-
-def least_free(store: Path, setting: int) -> int:
-    """Bytes that have to stay free: the setting, or 1 GiB or 2 % of the file system, whichever is less."""
-    if setting:
-        return setting
-    s = os.statvfs(store)
-    return min(GIB, s.f_blocks * s.f_frsize // 50)
 
 
 class Reconciler:
@@ -63,6 +53,7 @@ class Reconciler:
         self._stopping = False
         self._away = False  # Redis, at the last tick
         self._settled_at = 0.0  # before it a lease that is gone proves nothing: it lapsed while Redis was away
+        self._queued: dict[str, set[str]] = {}
         self._background = Background(self.wake)
         self._endings = Endings(catalog, feed)
         self._finished: dict[str, int] = defaultdict(int)  # profile -> batches that ended since the last tick
@@ -116,6 +107,7 @@ class Reconciler:
     def tick(self) -> None:
         """One look. Raises RedisError when Redis is away, StoreError when the store cannot be listed."""
         now = time.monotonic()
+        self._queued.clear()
         views = self._open_views()
         # Each part stands alone: a dataset folder that cannot be read must not hold up the jobs.
         try:
@@ -332,7 +324,7 @@ class Reconciler:
         """Requeue (or only take back) what was started and lost its lease, or was never started and is in no queue."""
         idle = [e for e in view.entries.values() if e.batch not in view.leased]
         waiting = [e for e in idle if not e.started]
-        queued = self._feed.queued(keys.queue(view.profile_id)) if waiting else set()
+        queued = self._queue_of(view.profile_id) if waiting else set()
         missing = {(e.batch, e.attempt): view.missing_since.get((e.batch, e.attempt), now) for e in waiting if e.rq_id not in queued}
         view.missing_since = missing
         for entry in idle:
@@ -340,6 +332,12 @@ class Reconciler:
             lost = entry.started and now >= self._settled_at
             if lost or (since is not None and now - since > self._requeue_after_s):
                 self._lapse(view, entry, again=again and not view.fold.finished[entry.batch])
+
+    def _queue_of(self, profile_id: str) -> set[str]:
+        """RQ ids in a profile's queue, read once a tick however many jobs it has."""
+        if profile_id not in self._queued:
+            self._queued[profile_id] = set(self._feed.queued(keys.queue(profile_id)))
+        return self._queued[profile_id]
 
     def _lapse(self, view: JobView, entry: Entry, *, again: bool) -> None:
         taken, attempt = self._feed.lapse(view.profile_id, entry, again=again)

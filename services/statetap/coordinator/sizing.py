@@ -6,8 +6,10 @@ grow with rows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +20,10 @@ from ..contracts.tensors import sample_bytes
 from ..store.fs import free_bytes
 from ..store.rows import RowsFile
 from .catalog import Catalog
-from .reconciler import least_free
 from .space import Alternative
 
 Counts = npt.NDArray[np.int64]
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,14 @@ class Room:
     @property
     def available(self) -> int:
         return self.free - self.reserved - self.kept_free
+
+
+def least_free(store: Path, setting: int) -> int:
+    """Bytes that have to stay free: the setting, or 1 GiB or 2 % of the file system, whichever is less."""
+    if setting:
+        return setting
+    s = os.statvfs(store)
+    return min(GIB, s.f_blocks * s.f_frsize // 50)
 
 
 def room(catalog: Catalog, reserved: int, min_free_bytes: int) -> Room:

@@ -6,6 +6,7 @@ looks first), so an attempt that lost its lease can publish nothing stale. Redis
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -246,6 +247,10 @@ class LeaseKeeper:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        if not self.lost:
+            # A batch of a small job is over before the first refresh.
+            with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+                self._keys.tell_waits(self._worker_id, self._waits())
 
     def touch(self) -> None:
         """Say to the engine that the folder is in use; make it again where the engine took it for dead."""
