@@ -62,7 +62,7 @@ bench: setup ## What our own layers cost; SHORT=1 for a short form (one JSON obj
 figures: setup ## Measure the demo and the bench again and write docs/figures.json
 	@$(PY) examples/demo.py --figures > $(VENV)/figures.log || { cat $(VENV)/figures.log; exit 1; }
 	@$(PY) -m tests.bench.bench >> $(VENV)/figures.log
-	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/integration/test_api_schema.py | grep '^{' >> $(VENV)/figures.log
+	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/integration/test_api_schema.py | grep -o '{"name.*' >> $(VENV)/figures.log
 	@$(PY) -m tests.support.figures < $(VENV)/figures.log
 
 docs: setup ## Write docs/reference from the code (a test fails when it is not what the code says)
