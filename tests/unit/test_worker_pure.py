@@ -14,6 +14,7 @@ from statetap.contracts.errors import EngineError, ErrorCode
 from statetap.contracts.records import RowRecord
 from statetap.store.ledger import totals_of
 from statetap.worker.admission import Admission
+from statetap.worker.circuit import Circuit
 from statetap.worker.context import make_context, read_ready, wait_for_ready
 from statetap.worker.settings import WorkerSettings
 from statetap.worker.tally import Tally
@@ -82,3 +83,17 @@ def test_every_setting_is_described_and_the_redis_url_stays_secret(monkeypatch: 
     monkeypatch.setenv("STATETAP_WINDOW", "0")
     with pytest.raises(ValidationError, match="window"):
         WorkerSettings()
+
+
+def test_the_circuit_opens_on_a_run_of_one_cause_and_stays_open_for_its_batch() -> None:
+    circuit = Circuit(3)
+    for code in (ErrorCode.ZERO_STATES, ErrorCode.NONFINITE_STATES, ErrorCode.NONFINITE_STATES):
+        assert not circuit.failed(code, "made")
+    assert not circuit.stops(ErrorCode.NONFINITE_STATES, "made")
+    assert circuit.failed(ErrorCode.NONFINITE_STATES, "made")
+    circuit.good()  # was in flight
+    assert circuit.is_open and circuit.failed(ErrorCode.ZERO_STATES, "another") and circuit.code == "nonfinite_states"
+    assert circuit.stops(ErrorCode.NONFINITE_STATES, "made") and "3 rows in a row failed with nonfinite_states" in circuit.message
+    following = Circuit(3, circuit.code, circuit.rows)
+    following.good()
+    assert not following.is_open and not Circuit(0, "zero_states", 99).is_open

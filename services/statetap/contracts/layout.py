@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+SAMPLE_NAME = re.compile(r"data_(\d+)(\.g\d+)?\.safetensors")
+"""A sample file's name; group 1 is its row."""
+
 ROWS_PER_FOLDER = 2000
 ROWS_PER_RECORD_BATCH = 64  # of rows.arrow: row r stands in record batch r // 64
 

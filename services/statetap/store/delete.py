@@ -11,14 +11,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..contracts.errors import ErrorCode, RequestError
-from ..contracts.layout import DATASETS, JOB, JOBS, TEMP_PREFIX, folder
+from ..contracts.layout import DATASETS, JOB, JOBS, SAMPLE_NAME, TEMP_PREFIX, folder
 from ..contracts.records import RowState
 from .acks import load_acks
 from .fs import fsync_dir, remove, store_error
@@ -26,7 +25,6 @@ from .ledger import JobLedger
 from .plan import read_plan
 
 TRASH_PREFIX = ".trash-"
-_SAMPLE = re.compile(r"data_(\d+)(\.g\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def _clean_folder(job_dir: Path, name: str, rows: range, named: set[str], dry_ru
         return freed
     with entries:
         for entry in entries:
-            match = _SAMPLE.fullmatch(entry.name)
+            match = SAMPLE_NAME.fullmatch(entry.name)
             superseded = match and int(match[1]) in rows and f"{name}/{entry.name}" not in named
             # A temp belongs to no batch by its name alone; the batch that holds the folder's first row takes it.
             if superseded or entry.name.startswith(TEMP_PREFIX):

@@ -68,11 +68,11 @@ class _Source:
     def __post_init__(self) -> None:
         self._held: dict[int, dict[int, RowRecord]] = {}
 
-    def candidates(self, row: Row) -> Iterator[int]:
+    def candidates(self, row: Row, key: bytes) -> Iterator[int]:
         if self.index is None:
             yield row.row
         else:
-            yield from self.index.rows(row_key(row))
+            yield from self.index.rows(key)
 
     def done(self, row: int) -> RowRecord | None:
         """The record of a row that this job has a file of."""
@@ -133,8 +133,9 @@ def _commit(job_dir: Path, writer: LedgerWriter, group: list[RowRecord]) -> list
 def _take(sources: list[_Source], job_dir: Path, profile: CaptureProfile, row: Row, generation: int) -> RowRecord | None:
     if row.error_code or not len(row.input_ids):
         return None
+    key = row_key(row)
     for source in list(sources):
-        for number in source.candidates(row):
+        for number in source.candidates(row, key):
             found = source.done(number)
             if found is None or found.tokens != len(row.input_ids):
                 continue

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import numpy as np
 import xxhash
 
 from ..contracts.errors import ErrorCode, StatetapError
-from ..contracts.layout import MANIFEST, folder
+from ..contracts.layout import MANIFEST, SAMPLE_NAME, folder
 from ..contracts.profile import CaptureProfile
 from ..contracts.records import Batch, RowRecord, RowState
 from ..contracts.tensors import BLOCK, parse_header, sample_header
@@ -35,7 +34,6 @@ from .sample import expected_header, same_but_for_row
 
 KEPT_PROBLEMS = 1_000
 _READ = 8 << 20  # bytes hashed at once: pages behind it can be reclaimed
-_SAMPLE = re.compile(r"data_(\d+)(\.g\d+)?\.safetensors")
 
 Progress = Callable[[int, int], None]
 """Called with (files read, bytes read) after each batch."""
@@ -211,6 +209,6 @@ def _sample_files(job_dir: Path, batch: Batch) -> Iterator[str]:
         except FileNotFoundError:
             continue
         for entry in entries:
-            match = _SAMPLE.fullmatch(entry)
+            match = SAMPLE_NAME.fullmatch(entry)
             if match and batch.start <= int(match[1]) < batch.stop:
                 yield f"{name}/{entry}"

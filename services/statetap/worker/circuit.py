@@ -18,15 +18,20 @@ class Circuit:
         self.code = code
         self.rows = rows
         self._last = ""
+        self._tripped = False
 
     def good(self) -> None:
-        """A row passed its checks."""
-        self.code, self.rows = "", 0
+        """A row passed its checks. One that was in flight when this batch opened the circuit does not close it: the job stops."""
+        if not self._tripped:
+            self.code, self.rows = "", 0
 
     def failed(self, code: ErrorCode, message: str) -> bool:
         """Count a row that is given up; True when the circuit is open."""
+        if self._tripped and code.value != self.code:
+            return True
         self.rows = self.rows + 1 if code.value == self.code else 1
         self.code, self._last = code.value, message
+        self._tripped = self.is_open
         return self.is_open
 
     @property

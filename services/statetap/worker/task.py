@@ -78,7 +78,11 @@ async def _run_async(context: Context, spec: JobSpec, folder: Path, batch: Batch
     run = BatchRun(context, spec, folder, batch, lease, rows, batch_keys)
     resumed = await run.run()
     if run.reason in _PAUSES:
-        batch_keys.pause(PauseReason(run.reason), run.message, code=run.circuit.code if run.circuit.is_open else "")
+        batch_keys.pause(
+            PauseReason(run.reason),
+            run.message,
+            code=run.circuit.code if run.reason == PauseReason.CIRCUIT_OPEN and run.circuit.is_open else "",
+        )
     t = run.tally.totals()
     return (
         f"reason={run.reason or 'all_rows'} done={t.done} failed={t.failed} skipped={t.skipped} open={batch.rows - t.rows} "
