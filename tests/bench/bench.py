@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.bench import commit_bench, service_bench, stack_bench
+from tests.bench import commit_bench, encoding_bench, service_bench, stack_bench, upload_bench
 from tests.support.figures import print_figure
 
 Figure = tuple[str, float, str, str]  # name, value, unit, note
@@ -24,6 +24,12 @@ Figure = tuple[str, float, str, str]  # name, value, unit, note
 def commit(folder: Path, short: bool) -> Iterator[Figure]:
     value, note = commit_bench.commit_over_copy(folder, 5 if short else 9)
     yield "bench.commit_over_copy", value, "ratio", note
+
+
+def encoding(folder: Path, short: bool) -> Iterator[Figure]:
+    found, note = encoding_bench.encodings(folder, 3 if short else 7)
+    for name, value in found.items():
+        yield name, value, "relative" if name.endswith("error") else "ratio", note
 
 
 def rows(folder: Path, short: bool) -> Iterator[Figure]:
@@ -68,8 +74,17 @@ def status(folder: Path, short: bool) -> Iterator[Figure]:
     yield "service.status_p99_ms", milliseconds, "ms", note
 
 
+def upload(folder: Path, short: bool) -> Iterator[Figure]:
+    size = 300_000_000 if short else 10_000_000_000
+    growth, rate, note = upload_bench.upload(folder, size)
+    yield "service.upload_rss_mib", growth, "MiB", note
+    yield "service.upload_gb", size / 1e9, "GB", "bytes of that upload; same run as service.upload_rss_mib"
+    yield "service.upload_mib_per_s", rate, "MiB/s", "first byte to dataset, over the interruption; same run as service.upload_rss_mib"
+
+
 FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {
     "commit": commit,
+    "encoding": encoding,
     "rows": rows,
     "ingest": ingest,
     "prefill": prefill,
@@ -77,6 +92,7 @@ FIGURES: dict[str, Callable[[Path, bool], Iterator[Figure]]] = {
     "eta": eta,
     "pause": pause,
     "status": status,
+    "upload": upload,
 }
 
 

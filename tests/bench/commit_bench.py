@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from statetap.contracts.capture import new_lease
-from statetap.contracts.tensors import sample_bytes
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter
@@ -34,7 +34,7 @@ def commit_over_copy(folder: Path, rounds: int) -> tuple[float, str]:
         source, maker = RowsFile(rows_path), StateMaker(p)
         made = [maker.tap_file(row.input_ids) for row in source.read(0, FILES)]
         taps = [tap / f"{n}.safetensors" for n in range(FILES)]
-        size = FILES * sample_bytes(p, TOKENS)
+        size = FILES * SampleFormat(p).bytes(TOKENS)
         target = folder / "copy"
         target.mkdir()
 
@@ -50,8 +50,8 @@ def commit_over_copy(folder: Path, rounds: int) -> tuple[float, str]:
         def commits(pool: ThreadPoolExecutor) -> None:
             lease = new_lease()
             told: list[object] = []
-            committer = Committer(job_dir, p, 0, lease, told.extend)
-            writer = SampleWriter(job_dir, p, lease)
+            committer = Committer(job_dir, SampleFormat(p), 0, lease, told.extend)
+            writer = SampleWriter(job_dir, SampleFormat(p), lease)
             for staged in pool.map(lambda row: writer.stage(row, 0, taps[row.row]), source.read(0, FILES)):
                 committer.submit(staged)
             committer.hurry(True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from statetap import Client
 from statetap.store.reader import JobDataset
@@ -61,6 +62,35 @@ def test_a_bounded_store_is_read_while_it_is_written(up: Up, client: Client, tmp
     end = client.wait(job.job_id, timeout_s=60)
     assert end.state == "completed" and end.bytes.freed == end.bytes.committed == need
     assert not list(Path(job.path).glob("rows_*/data_*"))
+
+
+def test_a_part_of_the_boundaries_in_each_encoding(up: Up, client: Client, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    ids = tokenized(data, 80, 60, seed=35)
+    (engine,) = client.engines()
+    captured = engine.profile["boundaries"]
+    keep = [captured[-1], captured[0]]
+    measured = cli("estimate", data, "--encoding", "zstd", "--probe", "40", "--url", up.url, "--json")
+    assert measured.returncode == 0, measured.stderr
+    told = json.loads(measured.stdout)
+    assert not told["exact"] and 0 < told["expected_bytes"] < told["bytes"]
+    sets = {}
+    for encoding in ("raw", "fp8", "zstd"):
+        made = cli("submit", data, "--encoding", encoding, "--boundaries", ",".join(map(str, keep)), "--watch", "--url", up.url)
+        assert made.returncode == 0, made.stderr
+        job = next(client.jobs())
+        assert (job.encoding, job.boundaries, job.rows.done, job.rows.reused) == (encoding, keep, 80, 0)
+        assert verify_job(Path(job.path)).ok
+        sets[encoding] = JobDataset(job.path)
+    for i in range(80):
+        raw, fp8, zstd = (sets[e][i] for e in ("raw", "fp8", "zstd"))
+        assert raw["input_ids"].tolist() == fp8["input_ids"].tolist() == zstd["input_ids"].tolist() == ids[i]
+        for name in ("aux_hidden_states", "final_hidden_states"):
+            assert torch.equal(raw[name], zstd[name])
+            assert 0 < (raw[name] - fp8[name]).norm() < 0.05 * raw[name].norm()
+    other = next(b for b in range(engine.profile["num_layers"]) if b not in captured)
+    refused = cli("submit", data, "--boundaries", str(other), "--url", up.url)
+    assert refused.returncode != 0 and "engine_mismatch" in refused.stderr and f"--boundaries {other}" in refused.stderr
 
 
 def test_every_verb_speaks_json_about_the_running_stack(up: Up, client: Client, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from statetap.contracts import keys
-from statetap.contracts.tensors import sample_bytes
+from statetap.contracts.sample_format import SampleFormat
 from tests.support.coordinator import PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
 from tests.support.redis import RedisServer
 
@@ -25,13 +25,15 @@ def test_a_job_runs_to_its_end_and_its_numbers_add_up(coordinator: Coordinator, 
     assert job["rows"] == {"total": 301, "done": 0, "reused": 0, "failed": 0, "skipped": 0, "open": 301}
     sent = [n for i, n in enumerate(LENGTHS) if i != 7]
     assert job["tokens"]["total"] == sum(sent)
-    assert job["bytes"]["expected"] == sum(sample_bytes(PROFILE, n) for n in sent)
+    assert job["bytes"]["expected"] == sum(SampleFormat(PROFILE).bytes(n) for n in sent)
     worker.drain(lambda: coordinator.job(job["job_id"])["state"].startswith("completed"), fail=[3, 5])
     end = coordinator.job(job["job_id"])
     assert end["state"] == "completed_with_errors"
     assert end["rows"] == {"total": 301, "done": 297, "reused": 0, "failed": 2, "skipped": 2, "open": 0}
     assert end["errors"] == {"nonfinite_states": 2, "bad_row": 1, "prompt_too_long": 1}
-    assert end["bytes"]["committed"] == end["bytes"]["expected"] - sample_bytes(PROFILE, LENGTHS[3]) - sample_bytes(PROFILE, LENGTHS[5])
+    assert end["bytes"]["committed"] == end["bytes"]["expected"] - SampleFormat(PROFILE).bytes(LENGTHS[3]) - SampleFormat(PROFILE).bytes(
+        LENGTHS[5]
+    )
     assert end["ended_at"] >= end["started_at"] >= end["created_at"]
     assert end["eta_s"] is None
     assert (coordinator.store / "jobs" / job["job_id"] / "COMPLETE").exists()
@@ -129,7 +131,7 @@ def test_a_job_that_does_not_fit_is_refused_with_the_numbers_unless_forced(coord
     reply = coordinator.http.post("/v1/jobs", json={"dataset_id": dataset})
     assert reply.status_code == 507
     numbers = reply.json()["numbers"]
-    assert numbers["needed"] == sum(sample_bytes(huge, n) for n in LENGTHS)
+    assert numbers["needed"] == sum(SampleFormat(huge).bytes(n) for n in LENGTHS)
     assert numbers["missing"] == numbers["needed"] - (numbers["free"] - numbers["reserved"] - numbers["kept_free"])
     assert coordinator.submit(dataset, force=True)["bytes"]["expected"] == numbers["needed"]
     register_engine(redis_client, PROFILE, worker="w2")

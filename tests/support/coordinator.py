@@ -23,7 +23,7 @@ from statetap.contracts.capture import new_lease
 from statetap.contracts.layout import DATASET_SPEC, REPORT, ROWS, ROWS_PER_RECORD_BATCH, dataset_dir, job_dir, sample
 from statetap.contracts.profile import CaptureProfile, NormSpec
 from statetap.contracts.records import DatasetSpec, DatasetStatus, EngineInfo, RowRecord
-from statetap.contracts.tensors import sample_bytes
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.fs import to_json
 from statetap.store.ledger import LedgerWriter, fold, segments_by_batch, totals_of
 from statetap.store.plan import read_plan
@@ -215,7 +215,7 @@ class FakeWorker:
             return RowRecord(row=row, state="skipped", code="prompt_too_long", message=f"{n} tokens", at=time.time())
         if fail:
             return RowRecord(row=row, state="failed", code="nonfinite_states", message="a NaN", at=time.time())
-        size = sample_bytes(self.profile, n)
+        size = SampleFormat(self.profile).bytes(n)
         file = path / sample(row)
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"\0" * size)

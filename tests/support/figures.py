@@ -64,6 +64,10 @@ ROWS = [
     ("service.eta_error", "largest error of the ETA after the first 5 %, of the job's whole time", "<= 0.10"),
     ("service.pause_s", "seconds from pause to the last prefill, the slowest of 8", "<= 2"),
     ("service.status_p99_ms", "p99 of GET on jobs with 1,000 jobs and 100 watchers by SSE, ms", ""),
+    ("service.upload_rss_mib", "MiB by which the coordinator grows over an upload of 10 GB, cut once", "<= 64"),
+    ("store.fp8_over_raw", "captured bytes a second with FP8 over those of raw files, 2 threads", ""),
+    ("store.zstd_over_raw", "the same with zstd", ""),
+    ("store.zstd_size", "bytes of zstd files over raw ones (normal numbers in bfloat16)", ""),
     ("service.undocumented_5xx", "undocumented 5xx that schemathesis finds in the whole OpenAPI", "0"),
     ("demo.max_rel_error", "largest relative error of the demo's states against transformers (fp32)", "< 1e-5"),
 ]

@@ -15,6 +15,7 @@ from statetap.contracts.capture import new_lease
 from statetap.contracts.errors import ErrorCode
 from statetap.contracts.layout import NORM
 from statetap.contracts.records import RowRecord
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer
 from statetap.store.complete import finish_job
 from statetap.store.rows import RowsFile
@@ -28,13 +29,23 @@ class FinishedJob:
     """``bad``: rows that were skipped. The norm's weight is not all ones, so that post differs from pre by more than a scale."""
 
     def __init__(
-        self, folder: Path, lengths: Sequence[int] = (5, 9, 3, 7, 1), *, bad: Sequence[int] = (1,), vocab: int = 50, **of: Any
+        self,
+        folder: Path,
+        lengths: Sequence[int] = (5, 9, 3, 7, 1),
+        *,
+        bad: Sequence[int] = (1,),
+        vocab: int = 50,
+        keep: Sequence[int] = (),
+        encoding: str = "raw",
+        **of: Any,
     ) -> None:
         self.profile = profile(vocab=vocab, **{"hidden": 8, "layers": 32, "boundaries": (2, 16, 29), **of})
         random = np.random.default_rng(5)
         rows = [random.integers(0, vocab, n).tolist() for n in lengths]
         errors = dict.fromkeys(bad, ErrorCode.EMPTY_PROMPT.value)
-        self.path, rows_path, batches = make_job(folder, self.profile, rows, errors=errors)
+        self.path, rows_path, batches = make_job(folder, self.profile, rows, errors=errors, boundaries=keep, encoding=encoding)
+        self.rows_path, self.batches = rows_path, batches
+        self.format = SampleFormat(self.profile, tuple(keep), encoding)
         self.weight = torch.rand(self.profile.hidden, generator=torch.Generator().manual_seed(3)).add(0.5).to(DTYPES[self.profile.dtype])
         if self.profile.final != "none":
             save_file({"weight": self.weight}, self.path / NORM, metadata={"variant": "rmsnorm", "eps": repr(self.profile.norm.eps)})
@@ -43,8 +54,8 @@ class FinishedJob:
         self.rows = [n for n in range(len(lengths)) if n not in bad]
         source, maker, lease = RowsFile(rows_path), StateMaker(self.profile), new_lease()
         for batch in batches:
-            committer = Committer(self.path, self.profile, batch.batch, lease, lambda _: None)
-            writer = SampleWriter(self.path, self.profile, lease)
+            committer = Committer(self.path, self.format, batch.batch, lease, lambda _: None)
+            writer = SampleWriter(self.path, self.format, lease)
             for row in source.read(batch.start, batch.stop):
                 if row.error_code:
                     committer.submit(RowRecord(row=row.row, state="skipped", code=row.error_code, message=row.error_message))
@@ -58,7 +69,7 @@ class FinishedJob:
         self.completion = finish_job(self.path, rows_path)
 
     def file(self, row: int) -> Path:
-        (path,) = self.path.glob(f"rows_*/data_{row}.safetensors")
+        (path,) = self.path.glob(f"rows_*/data_{row}.safetensors*")
         return path
 
     def tensors(self, row: int) -> dict[str, torch.Tensor]:

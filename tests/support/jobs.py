@@ -14,7 +14,8 @@ import xxhash
 from statetap.contracts.layout import DATASETS, REPORT, ROWS, ROWS_PER_RECORD_BATCH
 from statetap.contracts.profile import CaptureProfile, NormSpec
 from statetap.contracts.records import Batch, DatasetStatus, JobSpec
-from statetap.contracts.tensors import BLOCK, sample_bytes, tap_header
+from statetap.contracts.sample_format import SampleFormat
+from statetap.contracts.tensors import BLOCK, tap_header
 from statetap.store.fs import to_json
 from statetap.store.jobs import create_job
 from statetap.store.plan import cut
@@ -126,6 +127,8 @@ def make_job(
     batch_tokens: int = 1_000_000,
     job_id: str = "job-test",
     dataset_id: str = "ds-test",
+    boundaries: Sequence[int] = (),
+    encoding: str = "raw",
 ) -> tuple[Path, Path, list[Batch]]:
     """(job folder, rows file, batches) of a job that was accepted."""
     rows_path = store / DATASETS / dataset_id / ROWS
@@ -141,8 +144,10 @@ def make_job(
         profile=profile.to_dict(),
         rows=source.rows,
         tokens=tokens,
-        bytes=sum(sample_bytes(profile, int(n)) for lengths in source.lengths() for n in lengths if n),
+        bytes=sum(SampleFormat(profile, tuple(boundaries), encoding).bytes(int(n)) for lengths in source.lengths() for n in lengths if n),
         batches=len(batches),
+        boundaries=list(boundaries),
+        encoding=encoding,
     )
     report = DatasetStatus(
         dataset_id=dataset_id,

@@ -210,7 +210,9 @@ def test_a_cut_upload_goes_on_where_the_coordinator_stands(tmp_path: Path, monke
         there.state, there.patch(), there.patch(keep=4), there.state, there.patch(keep=0), there.state, there.patch(), there.patch(), there.patch(),
         answer(202, {"dataset_id": "ds-1", "state": "ingesting"}),
     )  # fmt: skip
-    player.play(flows.upload([path], player.policy, {}, progress=lambda sent, _: told.append(sent), resumable_above=10))
+    ids: list[str] = []
+    player.play(flows.upload([path], player.policy, {}, progress=lambda sent, _: told.append(sent), started=ids.append, resumable_above=10))
+    assert ids == ["up-1"]
     assert there.kept == data and not player.script
     assert player.sent[-1].json == {"upload_id": "up-1"}
     assert told == sorted(told) and told[-1] == 35 and 14 in told

@@ -14,6 +14,7 @@ from statetap.contracts.boundaries import default_boundaries, parse_boundaries
 from statetap.contracts.errors import SPECS, ErrorCode, StatetapError
 from statetap.contracts.profile import CaptureProfile, NormSpec
 from statetap.contracts.records import RowRecord
+from statetap.contracts.sample_format import SampleFormat
 
 
 def profile(**changes: object) -> CaptureProfile:
@@ -27,7 +28,7 @@ def profile(**changes: object) -> CaptureProfile:
 @given(T=st.integers(1, 300), final=st.sampled_from(("pre", "post", "both", "none")), dtype=st.sampled_from(("F32", "BF16", "F16")))
 def test_a_header_is_one_block_that_safetensors_reads_and_we_read_back(T: int, final: str, dtype: str) -> None:
     p = profile(final=final, dtype=dtype)
-    for header in (tensors.tap_header(p, T), tensors.sample_header(p, T, row=7, source_id="x" * 9000, ids_xxh3="0" * 16, schema_version=1)):
+    for header in (tensors.tap_header(p, T), SampleFormat(p).header(T, row=7, source_id="x" * 9000, ids_xxh3="0" * 16, schema_version=1)):
         raw = header.encode()
         assert len(raw) == tensors.BLOCK
         assert tensors.parse_header(raw) == header
@@ -35,7 +36,7 @@ def test_a_header_is_one_block_that_safetensors_reads_and_we_read_back(T: int, f
             loaded = load(raw + bytes(header.size - len(raw)))
             assert loaded["aux_hidden_states"].shape == (T, 24)
             assert loaded["input_ids"].dtype.name == "int32"
-    assert tensors.sample_bytes(p, T) == header.size
+    assert SampleFormat(p).bytes(T) == header.size
     # the states of a tap file and of its sample file lie at the same place: the payload is copied as it is
     tap = tensors.tap_header(p, T)
     assert all(header.tensors[n] == t for n, t in tap.tensors.items())

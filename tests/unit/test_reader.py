@@ -19,7 +19,7 @@ from statetap.contracts.errors import ErrorCode, RequestError, StatetapError, St
 from statetap.contracts.layout import COMPLETE, JOB, MANIFEST, NORM, PLAN, sample
 from statetap.contracts.profile import CaptureProfile, NormSpec
 from statetap.contracts.records import JobSpec, RowRecord
-from statetap.contracts.tensors import sample_header
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.ledger import LedgerWriter
 from statetap.store.reader import JobDataset, apply_final_norm
 
@@ -55,7 +55,7 @@ class Job:
             if not T:
                 self.records.append(RowRecord(row=row, state="skipped", code="empty_prompt"))
                 continue
-            header = sample_header(self.profile, T, row=row, source_id=f"s{row}", ids_xxh3="", schema_version=1)
+            header = SampleFormat(self.profile).header(T, row=row, source_id=f"s{row}", ids_xxh3="", schema_version=1)
             self.tensors[row] = {
                 name: (
                     torch.randn(t.shape, generator=random).to(dtype)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statetap.contracts.errors import StoreError
-from statetap.contracts.tensors import sample_bytes
-from statetap.coordinator.sizing import Choice, Room, alternatives, measure, preflight
+from statetap.contracts.sample_format import SampleFormat
+from statetap.coordinator.sizing import Choice, Compressed, Room, alternatives, measure, preflight
 from tests.support.jobs import profile
 
 PROFILE = profile(hidden=8, max_length=200)
+RAW, FP8 = SampleFormat(PROFILE), SampleFormat(PROFILE, encoding="fp8")
+ZSTD = SampleFormat(PROFILE, encoding="zstd")
 
 
 class Lengths:
@@ -29,9 +28,9 @@ class Lengths:
             yield self._counts[at : at + 64]
 
 
-def brute(counts: list[int], longest: int) -> tuple[int, int, int]:
+def brute(counts: list[int], longest: int, format: SampleFormat = RAW) -> tuple[int, int, int]:
     fit = [n for n in counts if 0 < n <= longest]
-    return len(fit), sum(fit), sum(sample_bytes(PROFILE, n) for n in fit)
+    return len(fit), sum(fit), sum(format.bytes(n) for n in fit)
 
 
 @settings(max_examples=150, deadline=None)
@@ -39,16 +38,16 @@ def brute(counts: list[int], longest: int) -> tuple[int, int, int]:
 def test_alternatives_fit_and_nothing_larger_would(counts: list[int], available: int, rows: int) -> None:
     choice = Choice.of(PROFILE, rows or None, None)
     taken = counts[: rows or None]
-    size = measure(Lengths(counts), PROFILE, choice)
+    size = measure(Lengths(counts), RAW, choice)
     assert (size.accepted, size.tokens, size.bytes) == brute(taken, 200) and size.rows == len(taken)
     if size.bytes <= available:
         return
-    found = {a.field: a for a in alternatives(Lengths(counts), PROFILE, choice, available)}
+    found = {a.field: a for a in alternatives(Lengths(counts), RAW, choice, size, available)}
     if (a := found.get("rows")) is not None:
         assert (a.rows, a.tokens, a.bytes) == brute(taken[: a.value], 200) and a.bytes <= available
         assert brute(taken[: a.value + 1], 200)[2] > available
     else:
-        assert next(sample_bytes(PROFILE, n) for n in taken if 0 < n <= 200) > available
+        assert next(RAW.bytes(n) for n in taken if 0 < n <= 200) > available
     if (a := found.get("max_length")) is not None:
         assert (a.rows, a.tokens, a.bytes) == brute(taken, a.value) and a.bytes <= available
         assert brute(taken, a.value + 1)[2] > available
@@ -56,15 +55,46 @@ def test_alternatives_fit_and_nothing_larger_would(counts: list[int], available:
         assert brute(taken, min(n for n in taken if n))[2] > available
 
 
-def test_a_refusal_names_what_is_missing_and_what_would_fit(tmp_path: Path) -> None:
+def refused(counts: list[int], format: SampleFormat, room: Room, seen: Compressed | None = None) -> StoreError | None:
+    rows, choice = Lengths(counts), Choice.of(PROFILE, None, None)
+    size = measure(rows, format, choice)
+    try:
+        preflight(rows, format, choice, size, size.bytes, room, seen)
+    except StoreError as e:
+        return e
+    return None
+
+
+def test_a_refusal_names_what_is_missing_and_what_would_fit() -> None:
     counts = [100, 20, 30]
     need = brute(counts, 200)[2]
-    room = Room(free=need + 100, reserved=150, kept_free=50)
-    with pytest.raises(StoreError) as e:
-        preflight(Lengths(counts), PROFILE, Choice.of(PROFILE, None, None), need, room)
-    numbers = e.value.detail["numbers"]
+    e = refused(counts, RAW, Room(free=need + 100, reserved=150, kept_free=50))
+    assert e is not None
+    numbers = e.detail["numbers"]
     assert numbers["missing"] == 100 and numbers["fits_rows"] == 2 and numbers["fits_max_length"] == 99
-    assert f"rows=2: {numbers['fits_rows_bytes']:,} bytes" in e.value.message
-    preflight(Lengths(counts), PROFILE, Choice.of(PROFILE, None, None), need, Room(free=need, reserved=0, kept_free=0))
-    with pytest.raises(StoreError, match="Not even its first row"):
-        preflight(Lengths(counts), PROFILE, Choice.of(PROFILE, None, None), need, Room(free=10, reserved=0, kept_free=0))
+    assert f"rows=2: {numbers['fits_rows_bytes']:,} bytes" in e.message
+    assert refused(counts, RAW, Room(free=need, reserved=0, kept_free=0)) is None
+    assert "Not even its first row" in refused(counts, RAW, Room(free=10, reserved=0, kept_free=0)).message  # type: ignore[union-attr]
+
+
+def test_a_refusal_lists_other_encodings_with_their_bytes() -> None:
+    counts = [100, 20, 30]
+    half, most = brute(counts, 200, FP8)[2], brute(counts, 200, ZSTD)[2]
+    room = Room(free=half, reserved=0, kept_free=0)
+    e = refused(counts, RAW, room)
+    assert e is not None and f"encoding=fp8: {half:,} bytes" in e.message and f"encoding=zstd: at most {most:,} bytes" in e.message
+    numbers = e.detail["numbers"]
+    assert numbers["fits_fp8_bytes"] == half and numbers["most_zstd_bytes"] == most and "expected_zstd_bytes" not in numbers
+    # What an earlier job took is told where it would fit, and nothing is where it would not.
+    expected = round(most * half / most * 0.9)
+    e = refused(counts, RAW, room, Compressed(job_id="job-1", ratio=expected / most))
+    assert e is not None and f"about {expected:,}" in e.message and "job-1" in e.message
+    e = refused(counts, RAW, room, Compressed(job_id="job-1", ratio=0.99))
+    assert e is not None and "zstd" not in e.message
+    # Neither is offered to a job that has it already.
+    e = refused(counts, FP8, Room(free=half - 1, reserved=0, kept_free=0))
+    assert e is not None and "encoding=" not in e.message and "rows=2" in e.message
+    e = refused(counts, FP8, Room(free=5, reserved=0, kept_free=0))
+    assert e is not None and "encoding=" not in e.message
+    e = refused(counts, ZSTD, Room(free=most - 1, reserved=0, kept_free=0))
+    assert e is not None and "at most" in e.message and "encoding=fp8" in e.message and "encoding=zstd" not in e.message

@@ -15,6 +15,7 @@ from statetap.contracts.capture import new_lease
 from statetap.contracts.errors import ErrorCode, RowError, StoreError
 from statetap.contracts.layout import TEMP_PREFIX
 from statetap.contracts.records import RowRecord
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer, Outcome
 from statetap.store.ledger import fold, segments_by_batch
 from statetap.store.resume import resume_batch
@@ -44,11 +45,11 @@ class Bench:
         return path
 
     def stage(self, n: int, attempt: str, generation: int = 0) -> Staged:
-        return SampleWriter(self.job_dir, self.profile, attempt).stage(self.row(n), generation, self.tap_file(n))
+        return SampleWriter(self.job_dir, SampleFormat(self.profile), attempt).stage(self.row(n), generation, self.tap_file(n))
 
     def commit(self, attempt: str, items: Sequence[Staged | RowRecord]) -> dict[int, Outcome]:
         told: list[Outcome] = []
-        committer = Committer(self.job_dir, self.profile, 0, attempt, told.extend)
+        committer = Committer(self.job_dir, SampleFormat(self.profile), 0, attempt, told.extend)
         for item in items:
             committer.submit(item)
         committer.close()
@@ -81,7 +82,7 @@ def test_a_committed_sample_holds_what_came_whatever_its_size(tmp_path: Path, to
     assert tensors["aux_hidden_states"].shape == (tokens, 3 * 96)
     assert np.array_equal(tensors["input_ids"], row.input_ids) and np.array_equal(tensors["loss_mask"], row.loss_mask)
     assert bench.ledger()[0] == outcome.record
-    assert check_sample(bench.job_dir, bench.profile, row, 0).xxh3 == outcome.record.xxh3
+    assert check_sample(bench.job_dir, SampleFormat(bench.profile), row, 0).xxh3 == outcome.record.xxh3
     assert bench.temps() == [] and os.listdir(bench.tap) == []
 
 
@@ -91,10 +92,10 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tap_file = bench.tap_file(0)
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, memoryview(data)[:5000]))
-    staged = SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, tap_file)
+    staged = SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16).stage(bench.row(0), 0, tap_file)
     monkeypatch.setattr(os, "write", real)
     bench.commit("a" * 16, [staged])
-    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == staged.record.xxh3
+    assert check_sample(bench.job_dir, SampleFormat(bench.profile), bench.row(0), 0).xxh3 == staged.record.xxh3
 
 
 @pytest.mark.parametrize("tokens", [20, 600])
@@ -104,7 +105,7 @@ def test_a_write_that_fails_at_any_call_leaves_nothing(
 ) -> None:
     bench = Bench(tmp_path, token_rows(1, tokens), hidden=96)
     tap_file = bench.tap_file(0)
-    writer = SampleWriter(bench.job_dir, bench.profile, "a" * 16)
+    writer = SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16)
     real = os.write
     for nth in range(100):
         calls = iter(range(nth))
@@ -133,15 +134,15 @@ def test_bad_states_stage_nothing(bench: Bench) -> None:
     data[4096:4100] = np.float32(np.nan).tobytes()
     path.write_bytes(data)
     with pytest.raises(RowError) as e:
-        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+        SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16).stage(bench.row(0), 0, path)
     assert e.value.code is ErrorCode.NONFINITE_STATES
     path.write_bytes(data[:5000])
     with pytest.raises(RowError) as e:
-        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+        SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16).stage(bench.row(0), 0, path)
     assert e.value.code is ErrorCode.SHAPE_MISMATCH and "5000 bytes" in e.value.message
     path.unlink()
     with pytest.raises(RowError) as e:
-        SampleWriter(bench.job_dir, bench.profile, "a" * 16).stage(bench.row(0), 0, path)
+        SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16).stage(bench.row(0), 0, path)
     assert e.value.code is ErrorCode.CAPTURE_INCOMPLETE
     assert bench.temps() == []
 
@@ -167,7 +168,7 @@ def test_a_zombies_late_commit_is_discarded_and_writes_no_line(bench: Bench) -> 
 
 def test_a_zombie_whose_temp_was_swept_commits_nothing(bench: Bench) -> None:
     zombie = bench.stage(0, "a" * 16)
-    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.swept == 1 and list(resumed.open_rows) == list(range(6))
     late = bench.commit("a" * 16, [zombie])[0]
     assert late.record is None and late.error is None and not late.won
@@ -186,7 +187,7 @@ def test_a_file_without_a_ledger_line_is_adopted_at_resume(bench: Bench) -> None
     os.fsync(staged.fd)
     os.close(staged.fd)
     os.link(staged.temp, staged.final)  # and the worker died here
-    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.adopted == 1 and 3 not in resumed.open_rows
     assert bench.ledger()[3].xxh3 == staged.record.xxh3 == xxhash.xxh3_64_hexdigest(staged.final.read_bytes())
     assert bench.temps() == []
@@ -202,7 +203,7 @@ def test_a_corrupt_file_without_a_ledger_line_is_removed_and_its_row_is_open(ben
     else:
         data[at] ^= 1
     staged.final.write_bytes(data)
-    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.adopted == 0 and resumed.open_rows[3] == 0
     assert not staged.final.exists()
 
@@ -211,7 +212,7 @@ def test_a_corrupt_file_in_the_way_of_a_commit_is_replaced(bench: Bench) -> None
     staged = bench.stage(0, "a" * 16)
     staged.final.write_bytes(b"half a fi")
     assert bench.commit("a" * 16, [staged])[0].won
-    assert check_sample(bench.job_dir, bench.profile, bench.row(0), 0).xxh3 == bench.ledger()[0].xxh3
+    assert check_sample(bench.job_dir, SampleFormat(bench.profile), bench.row(0), 0).xxh3 == bench.ledger()[0].xxh3
 
 
 def test_a_whole_file_in_the_way_without_a_line_is_adopted(bench: Bench) -> None:
@@ -227,11 +228,11 @@ def test_a_done_row_whose_file_is_gone_or_short_is_open_with_the_next_generation
     bench.commit("a" * 16, [bench.stage(n, "a" * 16) for n in range(6)])
     (bench.job_dir / bench.ledger()[2].path).unlink()
     os.truncate(bench.job_dir / bench.ledger()[4].path, 4096)
-    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.open_rows == {2: 1, 4: 1}
     told = bench.commit("b" * 16, [bench.stage(n, "b" * 16, generation=1) for n in (2, 4)])
     assert told[2].won and bench.ledger()[2].path.endswith("data_2.g1.safetensors")
-    again = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "c" * 16)
+    again = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "c" * 16)
     assert again.open_rows == {} and again.adopted == 0
 
 
@@ -239,7 +240,7 @@ def test_a_torn_last_ledger_line_only_costs_its_own_row(bench: Bench) -> None:
     bench.commit("a" * 16, [bench.stage(n, "a" * 16) for n in range(3)])
     segment = next((bench.job_dir / "ledger").iterdir())
     segment.write_bytes(segment.read_bytes()[:-9])
-    resumed = resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16)
+    resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.adopted == 1  # its file was there and whole
     assert list(resumed.open_rows) == [3, 4, 5]
 
@@ -261,4 +262,4 @@ def test_when_the_ledger_cannot_be_written_no_row_is_told_done(bench: Bench, mon
     monkeypatch.undo()
     assert told.record is None and told.error is not None and told.error.code is ErrorCode.STORE_FULL
     assert bench.ledger() == {}
-    assert resume_batch(bench.job_dir, bench.profile, bench.batch, bench.source, "b" * 16).adopted == 1
+    assert resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16).adopted == 1

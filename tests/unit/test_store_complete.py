@@ -10,6 +10,7 @@ import pytest
 
 from statetap.contracts.errors import ErrorCode, StoreError
 from statetap.contracts.records import RowRecord
+from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer, Outcome
 from statetap.store.complete import finish_job, load_completion
 from statetap.store.rows import RowsFile
@@ -27,8 +28,8 @@ def run_job(tmp: Path, *, skip: int | None = None, rows: int = 30) -> tuple[Path
     assert len(batches) == 3
     for batch in batches:
         told: list[Outcome] = []
-        committer = Committer(job_dir, P, batch.batch, "a" * 16, told.extend)
-        writer = SampleWriter(job_dir, P, "a" * 16)
+        committer = Committer(job_dir, SampleFormat(P), batch.batch, "a" * 16, told.extend)
+        writer = SampleWriter(job_dir, SampleFormat(P), "a" * 16)
         for row in source.read(batch.start, batch.stop):
             if row.row == skip:
                 continue
@@ -37,7 +38,7 @@ def run_job(tmp: Path, *, skip: int | None = None, rows: int = 30) -> tuple[Path
             elif row.row == 25:
                 committer.submit(RowRecord(row=25, state="skipped", code="bad_row", message="no"))
             else:
-                tap = tmp / "tap-file"
+                tap = tmp / f"tap-{row.row}"  # the committer removes it: a name of its own
                 tap.write_bytes(maker.tap_file(row.input_ids))
                 committer.submit(writer.stage(row, 0, tap))
         committer.close()

@@ -43,15 +43,10 @@ class Speed:
         return None
 
 
-def probe_speed(
-    client: Client, dataset_id: str, rows: int, out: Out, *, profile_id: str | None = None, max_length: int | None = None
-) -> float | None:
-    """Run the first ``rows`` rows as a job of their own, and delete it. None when nothing was done. Raises StatetapError."""
-    asked: JobOptions = {"rows": rows, "reuse": False, "name": f"probe of {dataset_id}", "priority": 1}
-    if profile_id is not None:
-        asked["profile_id"] = profile_id
-    if max_length is not None:
-        asked["max_length"] = max_length
+def run_probe(client: Client, dataset_id: str, rows: int, out: Out, like: JobOptions) -> tuple[float | None, float | None]:
+    """Run the first ``rows`` rows as a job of their own, asked for as ``like``, and delete it: (tokens a second, bytes written over those that
+    were expected at most). Raises StatetapError."""
+    asked: JobOptions = {**like, "rows": rows, "reuse": False, "name": f"probe of {dataset_id}", "priority": 1}
     job = client.submit_job(dataset_id, **asked)
     out.say(f"probe {job.job_id}: the first {job.rows.total} rows")
     try:
@@ -65,7 +60,9 @@ def probe_speed(
         )
     if not steady:
         out.say("the probe was over at once, so its start counts too: more rows give a better number")
-    return speed
+    # Rows that failed have no bytes: what is expected is taken for the tokens that were done.
+    expected = end.bytes.expected * end.tokens.done / end.tokens.total if end.tokens.total else 0
+    return speed, end.bytes.committed / expected if expected else None
 
 
 def measure(snapshots: Iterable[Job]) -> tuple[Job | None, float | None, bool]:

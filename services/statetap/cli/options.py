@@ -105,6 +105,32 @@ class Rows(OptionSet):
         return {**options, "tokenizer": local(name)} if name else options
 
 
+def _boundaries(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of integers such as 2,16,29") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(OptionSet):
+    """What a job keeps of what its engine captures."""
+
+    boundaries: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--boundaries", parser=_checked(_boundaries), metavar="B,B,…", help="Of the captured ones, in this order. Default: all."
+        ),
+    ] = None
+    encoding: Annotated[
+        Literal["raw", "fp8", "zstd"], typer.Option("--encoding", help="How states are kept: fp8 is lossy, half of bf16; zstd is lossless.")
+    ] = "raw"
+
+    def asked(self) -> dict[str, Any]:
+        """Fields of the request, None for a default."""
+        return {"boundaries": self.boundaries, "encoding": self.encoding if self.encoding != "raw" else None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engines(OptionSet):
     """The engines and workers of a stack."""

@@ -54,7 +54,7 @@ def dataset_of(
                 ErrorCode.NOT_FOUND, f"{missing[0]} is not a file", next_step="Name dataset files that exist, or a dataset's id."
             )
         with _bytes_sent(out, sum(p.stat().st_size for p in paths)) as progress:
-            dataset = _uploaded(client, paths, options, shuffle, progress, resume)
+            dataset = _uploaded(client, paths, options, shuffle, progress, resume, out)
     return client.wait_for_dataset(dataset.dataset_id, progress=_ingestion(out))
 
 
@@ -65,9 +65,14 @@ def _uploaded(
     shuffle: int | None,
     progress: Callable[[int, int], None] | None,
     resume: str | None,
+    out: Out,
 ) -> Dataset:
+    def started(upload_id: str) -> None:
+        if len(paths) == 1:  # said now: nobody can say it when this process is killed
+            out.say(f"upload {upload_id}; if it is cut off, the same command with --resume-upload {upload_id} goes on")
+
     try:
-        return client.upload(*paths, shuffle=shuffle, progress=progress, resume=resume, **options)
+        return client.upload(*paths, shuffle=shuffle, progress=progress, started=started, resume=resume, **options)
     except ApiError as e:
         if "upload_id" in e.detail and len(paths) == 1:
             e.detail["next_step"] = f"Go on where it stands: the same command with --resume-upload {e.detail['upload_id']}"

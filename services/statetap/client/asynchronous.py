@@ -54,13 +54,14 @@ class AsyncClient:
         shuffle: int | None = None,
         idempotency_key: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        started: Callable[[str], None] | None = None,
         resume: str | None = None,
         resumable_above: int = flows.RESUMABLE_ABOVE,
         **options: Unpack[DatasetOptions],
     ) -> Dataset:
         return await self._one(
             flows.upload(
-                [Path(p) for p in paths], self._policy, options, shuffle=shuffle, key=idempotency_key, progress=progress, resume=resume,
+                [Path(p) for p in paths], self._policy, options, shuffle=shuffle, key=idempotency_key, progress=progress, started=started, resume=resume,
                 resumable_above=resumable_above,
             )
         )  # fmt: skip
@@ -136,8 +137,10 @@ class AsyncClient:
         profile_id: str | None = None,
         rows: int | None = None,
         max_length: int | None = None,
+        boundaries: Sequence[int] | None = None,
+        encoding: str | None = None,
     ) -> Estimate:
-        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length}
+        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length, "boundaries": boundaries, "encoding": encoding}
         return await self._one(flows.send(calls.estimate(dataset_id, **asked), self._policy))
 
     async def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:

@@ -198,10 +198,11 @@ def upload(
     shuffle: int | None = None,
     key: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    started: Callable[[str], None] | None = None,
     resume: str | None = None,
     resumable_above: int = RESUMABLE_ABOVE,
 ) -> Flow[Dataset]:
-    """Send files and make one dataset of them. ``resume``: the id of an upload of the first file that was broken off."""
+    """Send files and make one dataset of them. ``resume``: the id of an upload of the first file that was broken off; ``started`` is told that id."""
     sizes = [_size(p) for p in paths]
     if not paths:
         raise RequestError(ErrorCode.INVALID_REQUEST, "at least one file is needed")
@@ -220,6 +221,8 @@ def upload(
                 raise RequestError(ErrorCode.CONFLICT, f"upload {resume} is of {state.size} bytes and {path} has {size}")
         else:
             state = yield from send(calls.start_upload(path.name, size), policy)
+        if i == 0 and started is not None:
+            started(state.upload_id)
         yield from _send_file(path, state, policy, done)
         done.before += size
         sources.append({"upload_id": state.upload_id})

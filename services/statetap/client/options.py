@@ -18,7 +18,8 @@ class DatasetOptions(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """Of a job. ``rows``: only the first so many; ``max_length``: longer rows are skipped; ``retain`` is ``all`` or ``until_read``."""
+    """Of a job. ``rows``: only the first so many; ``max_length``: longer rows are skipped; ``retain`` is ``all`` or ``until_read``;
+    ``boundaries``: only these of the captured ones are kept; ``encoding`` of the states: ``raw``, ``fp8`` or ``zstd``."""
 
     name: str
     profile_id: str
@@ -26,6 +27,8 @@ class JobOptions(TypedDict, total=False):
     max_failed: int
     rows: int
     max_length: int
+    boundaries: Sequence[int]
+    encoding: str
     reuse: bool
     retain: str
     retain_bytes: int

@@ -102,6 +102,8 @@ class Job(Answer):
     state: str
     name: str = ""
     profile_id: str = ""
+    boundaries: list[int] = field(default_factory=list)
+    encoding: str = "raw"
     priority: int = 0
     max_failed: int = 0
     reason: str = ""
@@ -214,7 +216,10 @@ class Engine(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class SmallerJob(Answer):
-    """A job that would fit: what to change (a sentence), and the field of the request and its value."""
+    """A job that would fit: what to change (a sentence), and the field of the request and its value.
+
+    Not ``fits``: ``bytes`` is an upper bound that does not; ``expected_bytes`` is what an earlier job lets one expect, where there is one.
+    """
 
     change: str = ""
     field: str = ""
@@ -222,16 +227,20 @@ class SmallerJob(Answer):
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
+    fits: bool = True
+    expected_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Answer):
-    """Exact bytes of a job against the store's space. ``hours`` is null until a speed is known."""
+    """Bytes of a job against the store's space; an upper bound where not ``exact``. ``hours`` is null until a speed is known."""
 
     rows: int = 0
     accepted: int = 0
     tokens: int = 0
     bytes: int = 0
+    exact: bool = True
+    expected_bytes: int | None = None
     free: int = 0
     reserved: int = 0
     kept_free: int = 0

@@ -58,6 +58,7 @@ class Client:
         shuffle: int | None = None,
         idempotency_key: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        started: Callable[[str], None] | None = None,
         resume: str | None = None,
         resumable_above: int = flows.RESUMABLE_ABOVE,
         **options: Unpack[DatasetOptions],
@@ -65,11 +66,12 @@ class Client:
         """Upload one file or several, which are merged in order; ``shuffle`` is a seed by which all rows are permuted.
 
         A file above ``resumable_above`` bytes, or one of several, goes in blocks and goes on by itself after a cut. ``progress`` is
-        called with (bytes sent, bytes in all); ``resume`` is the id of an upload of the first file that was given up before.
+        called with (bytes sent, bytes in all); ``started`` with the id of the first file's upload, which ``resume`` goes on with after this
+        process was killed.
         """
         return self._one(
             flows.upload(
-                [Path(p) for p in paths], self._policy, options, shuffle=shuffle, key=idempotency_key, progress=progress, resume=resume,
+                [Path(p) for p in paths], self._policy, options, shuffle=shuffle, key=idempotency_key, progress=progress, started=started, resume=resume,
                 resumable_above=resumable_above,
             )
         )  # fmt: skip
@@ -162,9 +164,11 @@ class Client:
         profile_id: str | None = None,
         rows: int | None = None,
         max_length: int | None = None,
+        boundaries: Sequence[int] | None = None,
+        encoding: str | None = None,
     ) -> Estimate:
-        """Exact bytes of a job against the store's space, and what would fit."""
-        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length}
+        """Bytes of a job against the store's space, exact but for zstd, and what would fit."""
+        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length, "boundaries": boundaries, "encoding": encoding}
         return self._one(flows.send(calls.estimate(dataset_id, **asked), self._policy))
 
     def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:

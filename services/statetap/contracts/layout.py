@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-SAMPLE_NAME = re.compile(r"data_(\d+)(\.g\d+)?\.safetensors")
-"""A sample file's name; group 1 is its row."""
+SAMPLE_NAME = re.compile(r"data_(?P<row>\d+)(?:\.g(?P<generation>\d+))?\.safetensors(?:\.zst)?")
+"""A sample file's name."""
 
 ROWS_PER_FOLDER = 2000
 ROWS_PER_RECORD_BATCH = 64  # of rows.arrow: row r stands in record batch r // 64
@@ -47,10 +47,10 @@ def folder(row: int) -> str:
     return f"rows_{start}-{start + ROWS_PER_FOLDER}"
 
 
-def sample(row: int, generation: int = 0) -> str:
-    """``rows_0-2000/data_17.safetensors``; a repaired file of generation g > 0 is ``data_17.g1.safetensors``."""
-    suffix = f".g{generation}" if generation else ""
-    return f"{folder(row)}/data_{row}{suffix}.safetensors"
+def sample(row: int, generation: int = 0, suffix: str = "") -> str:
+    """``rows_0-2000/data_17.safetensors``; a repaired file of generation g > 0 is ``data_17.g1.safetensors``; ``suffix``: of its format."""
+    part = f".g{generation}" if generation else ""
+    return f"{folder(row)}/data_{row}{part}.safetensors{suffix}"
 
 
 def retry(generation: int) -> str:

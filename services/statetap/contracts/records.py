@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from . import SCHEMA_VERSION
 from .profile import CaptureProfile
+from .sample_format import Encoding, SampleFormat
 
 
 class DatasetState(StrEnum):
@@ -162,12 +163,14 @@ class JobSpec(Record):
     profile: dict[str, Any]  # CaptureProfile.to_dict()
     rows: int
     tokens: int
-    bytes: int  # exact bytes of the files if every accepted row is done
+    bytes: int  # of the files if every accepted row is done: exact, but for zstd an upper bound
     batches: int
     name: str = ""
     priority: int = 0
     max_failed: int = 0
     max_length: int = 0  # longer rows are skipped; 0: what the engine takes
+    boundaries: list[int] = field(default_factory=list)  # that are kept, in this order; none named: all that are captured
+    encoding: str = Encoding.RAW.value
     reuse_from: list[str] = field(default_factory=list)  # jobs whose files may be taken by hard link, newest first
     retain: str = Retain.ALL.value
     retain_bytes: int = 0  # with until_read: pause when so many bytes are not yet read
@@ -181,6 +184,10 @@ class JobSpec(Record):
     @cached_property
     def profile_id(self) -> str:
         return self.capture_profile.profile_id
+
+    @cached_property
+    def sample_format(self) -> SampleFormat:
+        return SampleFormat(self.capture_profile, tuple(self.boundaries), self.encoding)
 
     @property
     def longest(self) -> int:

@@ -1,7 +1,8 @@
-"""Headers of tap files and native sample files, both plain safetensors, and the names and order of their tensors.
+"""Headers of tap files and sample files, both plain safetensors, and the names and order of the tensors in a tap file.
 
 Invariant: the header fills exactly one 4 KiB block and the states come first, so the payload of a tap file is the payload of
-the sample file byte for byte, at the same offset: the worker writes a header of its own and then the tap's bytes as they are.
+a raw sample file byte for byte, at the same offset: the worker writes a header of its own and then the tap's bytes as they are.
+(What a job keeps of them, and how, says sample_format.py.)
 Format: https://github.com/huggingface/safetensors (8-byte little-endian length, JSON, data).
 """
 
@@ -22,7 +23,22 @@ FINAL_POST = "final_hidden_states"  # [T, H], after the final norm
 INPUT_IDS = "input_ids"  # [T] int32
 LOSS_MASK = "loss_mask"  # [T] uint8, sample files only
 
-_EXTRA_SIZES = {"I32": 4, "U8": 1}
+SIZES = {**ITEM_SIZES, "I32": 4, "U8": 1, "F8_E4M3": 1}
+"""Bytes of a value by safetensors dtype name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """A tensor to be laid out: so many columns a token (0: one value a token, [T]); ``flat``: [bytes] instead of [T, columns]."""
+
+    name: str
+    dtype: str
+    columns: int = 0
+    flat: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        return max(self.columns, 1) * SIZES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,47 +83,30 @@ def state_planes(profile: CaptureProfile) -> list[tuple[str, int]]:
     return planes
 
 
-def _header(profile: CaptureProfile, num_tokens: int, extra: list[tuple[str, str]], metadata: dict[str, str]) -> Header:
+def header(planes: list[Plane], num_tokens: int, metadata: dict[str, str]) -> Header:
+    """A header of one block, and after it the tensors in this order."""
     at, tensors = BLOCK, {}
-    for name, width in state_planes(profile):
-        size = num_tokens * width * profile.hidden * ITEM_SIZES[profile.dtype]
-        tensors[name] = Tensor(name=name, dtype=profile.dtype, shape=(num_tokens, width * profile.hidden), start=at, stop=at + size)
-        at += size
-    for name, dtype in extra:
-        size = num_tokens * _EXTRA_SIZES[dtype]
-        tensors[name] = Tensor(name=name, dtype=dtype, shape=(num_tokens,), start=at, stop=at + size)
+    for p in planes:
+        size = num_tokens * p.token_bytes
+        if p.flat:
+            shape: tuple[int, ...] = (size,)
+        else:
+            shape = (num_tokens, p.columns) if p.columns else (num_tokens,)
+        tensors[p.name] = Tensor(name=p.name, dtype=p.dtype, shape=shape, start=at, stop=at + size)
         at += size
     return Header(tensors=tensors, metadata=metadata, data_start=BLOCK, size=at)
 
 
 def tap_header(profile: CaptureProfile, num_tokens: int) -> Header:
     """Header of ``tap/<lease>/<rid>.safetensors``: the states and the ids that the engine really ran."""
-    return _header(profile, num_tokens, [(INPUT_IDS, "I32")], {"profile": profile.profile_id, "protocol": str(profile.protocol)})
-
-
-def sample_header(profile: CaptureProfile, num_tokens: int, *, row: int, source_id: str, ids_xxh3: str, schema_version: int) -> Header:
-    """Header of a native sample file ``data_<row>.safetensors``."""
-    metadata = {
-        "row": str(row),
-        # Bounded, so that a user's long id cannot push the header out of its block; the whole one stands in manifest.parquet.
-        "source_id": source_id.encode("ascii", "backslashreplace").decode()[:512],
-        "boundaries": ",".join(map(str, profile.boundaries)),
-        "final": profile.final,
-        "profile": profile.profile_id,
-        "ids_xxh3": ids_xxh3,
-        "schema_version": str(schema_version),
-    }
-    return _header(profile, num_tokens, [(INPUT_IDS, "I32"), (LOSS_MASK, "U8")], metadata)
+    planes = [Plane(name=name, dtype=profile.dtype, columns=width * profile.hidden) for name, width in state_planes(profile)]
+    metadata = {"profile": profile.profile_id, "protocol": str(profile.protocol)}
+    return header([*planes, Plane(name=INPUT_IDS, dtype="I32")], num_tokens, metadata)
 
 
 def tap_bytes(profile: CaptureProfile, num_tokens: int) -> int:
     """Bytes that a row takes in the tap, rounded up to pages: what a worker reserves."""
     return -(-tap_header(profile, num_tokens).size // BLOCK) * BLOCK
-
-
-def sample_bytes(profile: CaptureProfile, num_tokens: int) -> int:
-    """Bytes of a sample file."""
-    return BLOCK + num_tokens * (profile.bytes_per_token + 5)
 
 
 def parse_header(head: bytes) -> Header:

@@ -8,11 +8,12 @@ from fastapi import APIRouter
 from ..contracts.layout import ROWS
 from ..contracts.profile import CaptureProfile
 from ..contracts.records import JobState
+from ..contracts.sample_format import SampleFormat
 from ..store.rows import RowsFile
 from . import engines, space
 from .context import Context, Ctx
 from .problems import responses
-from .sizing import Choice, Room, Size, alternatives, measure, room
+from .sizing import Choice, Compressed, Room, Size, alternatives, compressed, measure, room
 from .submit import ready_report
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
@@ -24,27 +25,31 @@ async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
     await anyio.to_thread.run_sync(ready_report, ctx.catalog, body.dataset_id)
     known = await anyio.to_thread.run_sync(ctx.catalog.profile, body.profile_id) if body.profile_id else None
     tokenizer = ctx.catalog.dataset(body.dataset_id).tokenizer
-    profile = engines.choose(await ctx.engines(), body.profile_id, known, tokenizer, wait=True)
+    profile = engines.choose(await ctx.engines(), body.profile_id, known, tokenizer, wait=True, boundaries=body.boundaries)
+    format = SampleFormat(profile, tuple(body.boundaries or ()), body.encoding.value)
     reserved = await ctx.status.reserved_bytes()
 
-    def look() -> tuple[Size, Room, list[space.Alternative], float]:
+    def look() -> tuple[Size, Room, list[space.Alternative], Compressed | None, float]:
         choice = Choice.of(profile, body.rows, body.max_length)
         rows = RowsFile(ctx.catalog.dataset_path(body.dataset_id) / ROWS)
         try:
-            size = measure(rows, profile, choice)
+            size = measure(rows, format, choice)
+            seen = compressed(ctx.catalog, format)
             there = room(ctx.catalog, reserved, ctx.settings.min_free_bytes)
-            fit = alternatives(rows, profile, choice, there.available) if size.bytes > there.available else []
+            fit = alternatives(rows, format, choice, size, there.available, seen) if size.bytes > there.available else []
         finally:
             rows.close()
-        return size, there, fit, _speed(ctx, profile)
+        return size, there, fit, seen, _speed(ctx, profile)
 
-    size, there, fit, speed = await anyio.to_thread.run_sync(look)
+    size, there, fit, seen, speed = await anyio.to_thread.run_sync(look)
     missing = max(size.bytes - there.available, 0)
     return space.Estimate(
         rows=size.rows,
         accepted=size.accepted,
         tokens=size.tokens,
         bytes=size.bytes,
+        exact=format.exact,
+        expected_bytes=round(size.bytes * seen.ratio) if seen and not format.exact else None,
         **vars(there),
         fits=not missing,
         missing=missing,

@@ -61,7 +61,7 @@ async def _create(ctx: Context, body: models.JobRequest, claim: Claim) -> JobSpe
     tokenizer = ctx.catalog.dataset(body.dataset_id).tokenizer
     live = await ctx.engines()
     known = await anyio.to_thread.run_sync(ctx.catalog.profile, body.profile_id) if body.profile_id else None
-    profile = engines.choose(live, body.profile_id, known, tokenizer, wait=body.wait_for_engine)
+    profile = engines.choose(live, body.profile_id, known, tokenizer, wait=body.wait_for_engine, boundaries=body.boundaries)
 
     def create() -> JobSpec:
         # A new id though an earlier request may have named one: of that job there can be a plan, for another profile.

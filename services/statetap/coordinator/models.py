@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..contracts.records import DatasetState, JobState, Retain
+from ..contracts.sample_format import Encoding
 
 Format = Literal["auto", "messages", "sharegpt", "tokenized"]
 
@@ -118,6 +119,24 @@ class DatasetList(BaseModel):
     next_cursor: str | None = Field(description="Give it as `cursor` for the next page; null on the last.")
 
 
+Boundaries = Annotated[
+    list[int] | None,
+    Field(
+        min_length=1,
+        max_length=1000,
+        description="Keep only these of the boundaries that the engine captures, in this order. Default: all of them.",
+        examples=[[2, 18, 33]],
+    ),
+]
+EncodingField = Annotated[
+    Encoding,
+    Field(
+        description="How states are kept: `raw` as captured; `fp8` as float8_e4m3fn with a scale a token and boundary (half the bytes of bfloat16, "
+        "lossy); `zstd` compressed without loss, by how much is known afterwards only."
+    ),
+]
+
+
 class JobRequest(Strict):
     dataset_id: str = Field(max_length=64, examples=["ds-4f1c0a9be2d37586"])
     name: str = Field(default="", max_length=200, description="A name for people. Default: the dataset's name.")
@@ -128,8 +147,11 @@ class JobRequest(Strict):
     force: bool = Field(default=False, description="Accept though the store has not the space.")
     rows: int | None = Field(default=None, ge=1, description="Only the first rows of the dataset. Default: all.")
     max_length: int | None = Field(default=None, ge=1, description="Rows of more tokens are skipped. Default: what the engine takes.")
+    boundaries: Boundaries = None
+    encoding: EncodingField = Encoding.RAW
     reuse: bool = Field(
-        default=True, description="Take rows with equal tokens, mask and profile from earlier jobs by hard link, without a prefill."
+        default=True,
+        description="Take rows with equal tokens, mask, profile, boundaries and encoding from earlier jobs by hard link, without a prefill.",
     )
     retain: Retain = Field(
         default=Retain.ALL,
@@ -161,7 +183,7 @@ class Tokens(BaseModel):
 
 
 class Bytes(BaseModel):
-    expected: int = Field(description="Exact bytes of the files if every row that can be prefilled is done.")
+    expected: int = Field(description="Of the files if every row that can be prefilled is done: exact, but an upper bound for `zstd`.")
     committed: int
     freed: int = Field(description="Of the committed: freed when they were read (`retain: until_read`).")
 
@@ -185,6 +207,8 @@ class Job(BaseModel):
     name: str
     dataset_id: str
     profile_id: str
+    boundaries: list[int] = Field(description="That are kept, in file order.")
+    encoding: Encoding
     priority: int
     max_failed: int
     state: JobState

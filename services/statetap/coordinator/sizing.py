@@ -1,14 +1,14 @@
 """How big a job would be, whether that fits, and what would. Runs in a thread; reads lengths only, a record batch at a time.
 
-Invariant: bytes are exact for rows that are done and not reused, because a sample file's size follows from its tokens alone. Memory does not
-grow with rows.
+Invariant: bytes are exact for rows that are done and not reused, because a sample file's size follows from its tokens alone (but for zstd: there
+they are an upper bound). Memory does not grow with rows.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..contracts.errors import ErrorCode, RequestError, StoreError
 from ..contracts.profile import CaptureProfile
-from ..contracts.tensors import sample_bytes
+from ..contracts.sample_format import Encoding, SampleFormat
 from ..store.fs import free_bytes
 from ..store.rows import RowsFile
 from .catalog import Catalog
@@ -69,6 +69,10 @@ class Size:
     bytes: int
     longest: int
 
+    def bytes_in(self, format: SampleFormat) -> int:
+        base, per_token = format.costs
+        return self.accepted * base + self.tokens * per_token
+
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
@@ -95,14 +99,8 @@ def room(catalog: Catalog, reserved: int, min_free_bytes: int) -> Room:
     return Room(free=free_bytes(catalog.store), reserved=reserved, kept_free=least_free(catalog.store, min_free_bytes))
 
 
-def _costs(profile: CaptureProfile) -> tuple[int, int]:
-    """(bytes of a file without its tokens, bytes a token): a file's size is linear in its tokens."""
-    base = sample_bytes(profile, 0)
-    return base, sample_bytes(profile, 1) - base
-
-
-def measure(rows: RowsFile, profile: CaptureProfile, choice: Choice) -> Size:
-    """Exact tokens and bytes of a job over these rows."""
+def measure(rows: RowsFile, format: SampleFormat, choice: Choice) -> Size:
+    """Exact tokens of a job over these rows, and its bytes (an upper bound of them where the format is not exact)."""
     total = accepted = tokens = longest = 0
     for counts in choice.lengths(rows):
         fits = counts[(counts > 0) & (counts <= choice.longest)]
@@ -110,13 +108,39 @@ def measure(rows: RowsFile, profile: CaptureProfile, choice: Choice) -> Size:
         accepted += fits.size
         tokens += int(fits.sum())
         longest = max(longest, int(counts.max(initial=0)))
-    base, per_token = _costs(profile)
+    base, per_token = format.costs
     return Size(rows=total, accepted=accepted, tokens=tokens, bytes=accepted * base + tokens * per_token, longest=longest)
 
 
-def alternatives(rows: RowsFile, profile: CaptureProfile, choice: Choice, available: int) -> list[Alternative]:
-    """Fewer rows, or a shorter max_length, that would fit into ``available`` bytes; none where not even one row would."""
-    base, per_token = _costs(profile)
+def alternatives(
+    rows: RowsFile, format: SampleFormat, choice: Choice, size: Size, available: int, seen: Compressed | None = None
+) -> list[Alternative]:
+    """What would fit into ``available`` bytes: all rows in another encoding, fewer rows, or a shorter max_length; none where not even one row would.
+
+    What zstd makes of states is known afterwards only: it is named with its upper bound, and with what it made of an earlier job's (``seen``).
+    """
+    return [*_encodings(format, size, available, seen), *_fewer(rows, format, choice, available)]
+
+
+def _encodings(format: SampleFormat, size: Size, available: int, seen: Compressed | None) -> Iterator[Alternative]:
+    for other in (Encoding.FP8, Encoding.ZSTD):
+        if other == format.encoding:
+            continue
+        need = size.bytes_in(replace(format, encoding=other.value))
+        most = {"rows": size.accepted, "tokens": size.tokens, "bytes": need}
+        if other == Encoding.FP8 and need <= available:
+            yield Alternative(change="states in FP8 (lossy)", field="encoding", value=other.value, fits=True, **most)
+        if other == Encoding.ZSTD and format.encoding == Encoding.RAW:
+            expected = round(need * seen.ratio) if seen else None
+            if available > (expected or 0):
+                change = f"states compressed (lossless): {'not known how small' if seen is None else f'as {seen.job_id}, {seen.ratio:.0%} of it'}"
+                yield Alternative(
+                    change=change, field="encoding", value=other.value, fits=need <= available, expected_bytes=expected, **most
+                )
+
+
+def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int) -> list[Alternative]:
+    base, per_token = format.costs
     used = taken = accepted = tokens = 0
     cut_at = 0  # rows that fit
     by_length = np.zeros(choice.longest + 1, np.int64)  # rows of each length
@@ -156,11 +180,13 @@ def alternatives(rows: RowsFile, profile: CaptureProfile, choice: Choice, availa
 
 
 def _alternative(field: str, value: int, change: str, rows: int, tokens: int, size: int) -> Alternative:
-    return Alternative(change=change, field=field, value=value, rows=rows, tokens=tokens, bytes=size)  # type: ignore[arg-type]
+    return Alternative(change=change, field=field, value=value, rows=rows, tokens=tokens, bytes=size, fits=True)  # type: ignore[arg-type]
 
 
-def preflight(rows: RowsFile, profile: CaptureProfile, choice: Choice, need: int, available: Room) -> None:
-    """Refuse a job that would fill the store.
+def preflight(
+    rows: RowsFile, format: SampleFormat, choice: Choice, size: Size, need: int, available: Room, seen: Compressed | None = None
+) -> None:
+    """Refuse a job that would fill the store. ``need``: bytes that it holds at once, which are fewer than all where files are freed when read.
 
     Raises:
         StoreError: ``store_full`` with the numbers, and what would fit.
@@ -168,13 +194,15 @@ def preflight(rows: RowsFile, profile: CaptureProfile, choice: Choice, need: int
     if need <= available.available:
         return
     missing = need - available.available
-    others = alternatives(rows, profile, choice, available.available)
-    fit = "; ".join(f"{a.change} ({a.field}={a.value}: {a.bytes:,} bytes)" for a in others)
+    others = alternatives(rows, format, choice, size, available.available, seen)
+    fit, may = ("; ".join(f"{a.change} ({a.field}={a.value}: {told(a)})" for a in others if a.fits == wanted) for wanted in (True, False))
+    at_most = "" if format.exact else "at most "
     raise StoreError(
         ErrorCode.STORE_FULL,
-        f"the job needs {need:,} bytes; the store has {available.free:,} free, of which running jobs still need {available.reserved:,} and "
+        f"the job needs {at_most}{need:,} bytes; the store has {available.free:,} free, of which running jobs still need {available.reserved:,} and "
         f"{available.kept_free:,} stay free: {missing:,} are missing. "
         + (f"What would fit: {fit}. " if fit else "Not even its first row would fit. ")
+        + (f"What may: {may}. " if may else "")
         + "`force` accepts it all the same.",
         numbers={
             "needed": need,
@@ -182,7 +210,47 @@ def preflight(rows: RowsFile, profile: CaptureProfile, choice: Choice, need: int
             "reserved": available.reserved,
             "kept_free": available.kept_free,
             "missing": missing,
-            **{f"fits_{a.field}": a.value for a in others},
-            **{f"fits_{a.field}_bytes": a.bytes for a in others},
+            **_numbers(others),
         },
     )
+
+
+def told(a: Alternative) -> str:
+    """Its bytes, for a person."""
+    if a.fits:
+        return f"{a.bytes:,} bytes"
+    return f"at most {a.bytes:,} bytes{'' if a.expected_bytes is None else f', about {a.expected_bytes:,}'}"
+
+
+def _numbers(others: list[Alternative]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for a in others:
+        name = str(a.value) if a.field == "encoding" else a.field
+        if isinstance(a.value, int):
+            found[f"fits_{name}"] = a.value
+        found[f"fits_{name}_bytes" if a.fits else f"most_{name}_bytes"] = a.bytes
+        if a.expected_bytes is not None:
+            found[f"expected_{name}_bytes"] = a.expected_bytes
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """What zstd made of an earlier job of the same states: ``ratio`` of its bytes to their upper bound."""
+
+    job_id: str
+    ratio: float
+
+
+def compressed(catalog: Catalog, format: SampleFormat) -> Compressed | None:
+    """Of the newest job that has ended and kept these states by zstd."""
+    wanted = replace(format, encoding=Encoding.ZSTD.value).format_id
+    for spec in catalog.jobs():
+        if spec.encoding != Encoding.ZSTD or spec.sample_format.format_id != wanted:
+            continue
+        final = catalog.control(spec.job_id).final
+        done, tokens, size = (int(final.get(k, 0)) for k in ("done", "tokens", "bytes"))
+        if done:
+            base, per_token = spec.sample_format.costs
+            return Compressed(job_id=spec.job_id, ratio=size / (done * base + tokens * per_token))
+    return None

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from ..contracts.records import JobState
-from .models import Strict
+from ..contracts.sample_format import Encoding
+from .models import Boundaries, EncodingField, Strict
 
 
 class EstimateRequest(Strict):
@@ -15,26 +16,32 @@ class EstimateRequest(Strict):
     profile_id: str | None = Field(default=None, max_length=64, description="Capture profile. Default: the only live one.")
     rows: int | None = Field(default=None, ge=1, description="Only the first rows of the dataset.")
     max_length: int | None = Field(default=None, ge=1, description="Longer rows would be skipped.")
+    boundaries: Boundaries = None
+    encoding: EncodingField = Encoding.RAW
 
 
 class Alternative(BaseModel):
-    """A change of the request that would fit."""
+    """A change of the request that would fit, or may."""
 
     change: str = Field(description="In words.", examples=["the first 21,000 rows"])
-    field: Literal["rows", "max_length"] = Field(description="The field of the job to set.")
-    value: int
+    field: Literal["rows", "max_length", "encoding"] = Field(description="The field of the job to set.")
+    value: int | str
     rows: int = Field(description="Rows that would be prefilled.")
     tokens: int
-    bytes: int
+    bytes: int = Field(description="Exact; of zstd an upper bound.")
+    fits: bool = Field(description="False: its upper bound does not, and what it will be is known afterwards only; `force` accepts it.")
+    expected_bytes: int | None = Field(default=None, description="Of zstd: by what an earlier job of these states took.")
 
 
 class Estimate(BaseModel):
-    """What a job would need. Bytes are exact where every row is done and none is reused."""
+    """What a job would need. Bytes are exact where every row is done and none is reused, and the encoding is not zstd."""
 
     rows: int
     accepted: int = Field(description="Rows that would be prefilled.")
     tokens: int
     bytes: int
+    exact: bool = Field(description="False: `bytes` is an upper bound (zstd).")
+    expected_bytes: int | None = Field(description="Of zstd: by what an earlier job of these states took; null when there is none.")
     free: int = Field(description="Free bytes of the store.")
     reserved: int = Field(description="Of them: what jobs that have not ended still need.")
     kept_free: int = Field(description="Of them: what stays free always.")

@@ -20,6 +20,7 @@ import redis.asyncio
 from ..contracts import keys
 from ..contracts.errors import StatetapError
 from ..contracts.records import JobControl, JobSpec, JobState, Retain
+from ..contracts.sample_format import Encoding
 from . import models
 from .bounds import bound_of, verdict
 from .catalog import Catalog, ended
@@ -105,7 +106,7 @@ class StatusReader:
         """Bytes that jobs which have not ended still need. Their committed bytes are those last seen, so it is never too low."""
         working = await anyio.to_thread.run_sync(self.working)
         held = await self._refresh(working)
-        return sum(max(_most_bytes(spec) - held[spec.job_id].fold.sums.bytes, 0) for spec in working)
+        return sum(_still_needed(spec, held[spec.job_id].fold.sums) for spec in working)
 
     def working(self) -> list[JobSpec]:
         """Jobs that have not ended, newest first. Blocks."""
@@ -205,6 +206,8 @@ class StatusReader:
             name=spec.name,
             dataset_id=spec.dataset_id,
             profile_id=spec.profile_id,
+            boundaries=list(spec.sample_format.kept.boundaries),
+            encoding=Encoding(spec.encoding),
             priority=spec.priority,
             max_failed=spec.max_failed,
             state=JobState(control.state),
@@ -229,6 +232,12 @@ class StatusReader:
         )
 
 
-def _most_bytes(spec: JobSpec) -> int:
-    """What a job takes of the store at most."""
-    return min(spec.bytes, spec.retain_bytes) if spec.retain == Retain.UNTIL_READ else spec.bytes
+def _still_needed(spec: JobSpec, sums: Sums) -> int:
+    """Bytes that a job will still take of the store, at most."""
+    if spec.retain == Retain.UNTIL_READ:
+        return max(min(spec.bytes, spec.retain_bytes) - sums.bytes, 0)
+    if spec.sample_format.exact:
+        return max(spec.bytes - sums.bytes, 0)
+    # What is done took less than its bound: only what is open counts.
+    base, per_token = spec.sample_format.costs
+    return max((spec.rows - sums.rows) * base + (spec.tokens - sums.tokens) * per_token, 0)

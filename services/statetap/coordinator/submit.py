@@ -13,13 +13,13 @@ from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import ROWS
 from ..contracts.profile import CaptureProfile
 from ..contracts.records import Batch, DatasetState, DatasetStatus, JobSpec, Retain
-from ..contracts.tensors import sample_bytes
+from ..contracts.sample_format import SampleFormat
 from ..store.jobs import create_job
 from ..store.plan import batch_tokens_for, cut
 from ..store.rows import RowsFile
 from . import models
 from .catalog import Catalog
-from .sizing import Choice, Size, measure, preflight, room
+from .sizing import Choice, Size, compressed, measure, preflight, room
 
 RETAINED_BATCHES = 8  # that fit into retain_bytes: the workers' batches, and some that are read
 MAX_REUSE_FROM = 16  # jobs: each costs a look a row
@@ -61,9 +61,10 @@ def submit(
         StoreError: ``store_full`` with the numbers.
     """
     choice = Choice.of(profile, request.rows, request.max_length)
+    format = SampleFormat(profile, tuple(request.boundaries or ()), request.encoding.value)
     rows = RowsFile(catalog.dataset_path(request.dataset_id) / ROWS)
     try:
-        size = measure(rows, profile, choice)
+        size = measure(rows, format, choice)
         if size.accepted == 0:
             raise RequestError(
                 ErrorCode.DATASET_FAILED,
@@ -72,7 +73,7 @@ def submit(
             )
         if (
             request.retain == Retain.UNTIL_READ
-            and (most := RETAINED_BATCHES * sample_bytes(profile, min(size.longest, choice.longest))) > request.retain_bytes
+            and (most := RETAINED_BATCHES * format.bytes(min(size.longest, choice.longest))) > request.retain_bytes
         ):
             raise RequestError(
                 ErrorCode.INVALID_REQUEST,
@@ -81,7 +82,7 @@ def submit(
             )
         if not request.force:
             need = min(size.bytes, request.retain_bytes) if request.retain == Retain.UNTIL_READ else size.bytes
-            preflight(rows, profile, choice, need, room(catalog, reserved, min_free_bytes))
+            preflight(rows, format, choice, size, need, room(catalog, reserved, min_free_bytes), compressed(catalog, format))
         batches: list[Batch] = list(cut(choice.sendable(rows), _batch_tokens(request, size)))
     finally:
         rows.close()
@@ -98,7 +99,9 @@ def submit(
         priority=request.priority,
         max_failed=request.max_failed,
         max_length=request.max_length or 0,
-        reuse_from=reusable(catalog, profile) if request.reuse else [],
+        boundaries=request.boundaries or [],
+        encoding=request.encoding.value,
+        reuse_from=reusable(catalog, format) if request.reuse else [],
         retain=request.retain.value,
         retain_bytes=request.retain_bytes,
         created_at=time.time(),
@@ -115,12 +118,12 @@ def _batch_tokens(request: models.JobRequest, size: Size) -> int:
     return tokens
 
 
-def reusable(catalog: Catalog, profile: CaptureProfile) -> list[str]:
-    """Jobs whose files a job of this profile may take, newest first: they have at least begun, and keep what they have."""
+def reusable(catalog: Catalog, format: SampleFormat) -> list[str]:
+    """Jobs whose files a job of this format may take, newest first: they have at least begun, and keep what they have."""
     found: list[str] = []
     for spec in catalog.jobs():
         if len(found) == MAX_REUSE_FROM:
             break
-        if spec.capture_profile.profile_id == profile.profile_id and spec.retain == Retain.ALL:
+        if spec.sample_format.format_id == format.format_id and spec.retain == Retain.ALL:
             found.append(spec.job_id)
     return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from ..contracts import keys
 from ..contracts.profile import CaptureProfile
 from ..contracts.records import JobSpec, Retain
-from ..contracts.tensors import sample_bytes
 from .feed import Entry
 from .totals import PlanIndex, RateWindow, Sums, TotalsFold
 
@@ -81,8 +80,7 @@ class JobView:
 
     def bytes_left(self, batch: int) -> int:
         """Bytes that a batch can still write, at most."""
-        base = sample_bytes(self.profile, 0)
-        per_token = sample_bytes(self.profile, 1) - base
+        base, per_token = self.spec.sample_format.costs
         whole = self.plan.rows(batch) * base + int(self.plan.tokens[batch]) * per_token
         return max(whole - self.fold.bytes_of(batch), 0)
 

@@ -15,20 +15,27 @@ import numpy.typing as npt
 
 from ..contracts.errors import ErrorCode, RowError, StatetapError
 from ..contracts.profile import ITEM_SIZES, CaptureProfile
-from ..contracts.tensors import AUX, BLOCK, Header, parse_header, state_planes
+from ..contracts.sample_format import CHUNK
+from ..contracts.tensors import AUX, BLOCK, SIZES, Header, parse_header, state_planes
 
 Bytes = npt.NDArray[np.uint8]
 Update = Callable[[Any], object]
 """``update`` of a hash: takes anything with the buffer protocol."""
 
-CHECK_BLOCK = 512 * 1024  # bytes: fits into the L2 cache, and the cost of a call of numpy is small beside it
+CHECK_BLOCK = CHUNK
 
 # dtype -> (unsigned word, signed word, sign bit, exponent bits). A value is not finite when all its exponent bits are set.
 _WORDS: dict[str, tuple[Any, Any, int, int]] = {
     "BF16": (np.uint16, np.int16, 0x8000, 0x7F80),
     "F16": (np.uint16, np.int16, 0x8000, 0x7C00),
     "F32": (np.uint32, np.int32, 0x80000000, 0x7F800000),
+    "F8_E4M3": (np.uint8, np.int8, 0x80, 0x7F),  # of it only all bits set are no number
 }
+
+
+def words_of(data: Bytes, dtype: str) -> npt.NDArray[Any]:
+    """The same bytes as unsigned words of a value each."""
+    return data.view(_WORDS[dtype][0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +52,20 @@ class StateBlock:
 class StateChecker:
     """Looks at the states of one row, block by block: give each of :meth:`blocks` to :meth:`look`, then call :meth:`finish`.
 
-    A row may be zero at boundary 0 (a padding token's embedding); a whole plane may not.
+    A row may be zero at boundary 0 (a padding token's embedding); a whole plane may not. ``dtype``: of the values, where it is not the profile's.
     """
 
-    def __init__(self, profile: CaptureProfile, num_tokens: int) -> None:
+    def __init__(self, profile: CaptureProfile, num_tokens: int, *, dtype: str | None = None) -> None:
         self._profile = profile
         self._num_tokens = num_tokens
+        self._dtype = dtype or profile.dtype
         self._zero_rows: dict[str, int] = {}
 
     def blocks(self) -> Iterator[StateBlock]:
         """All states in file order, in blocks of :data:`CHECK_BLOCK` bytes, or of one token where that is more."""
         at = BLOCK
         for name, width in state_planes(self._profile):
-            token_bytes = width * self._profile.hidden * ITEM_SIZES[self._profile.dtype]
+            token_bytes = width * self._profile.hidden * SIZES[self._dtype]
             step = max(1, CHECK_BLOCK // token_bytes)
             for token in range(0, self._num_tokens, step):
                 size = min(step, self._num_tokens - token) * token_bytes
@@ -66,7 +74,7 @@ class StateChecker:
 
     def look(self, block: StateBlock, data: Bytes) -> None:
         """Raises RowError ``nonfinite_states`` or ``zero_states``, naming plane and token."""
-        unsigned, signed, sign, exponent = _WORDS[self._profile.dtype]
+        unsigned, signed, sign, exponent = _WORDS[self._dtype]
         rows = data.view(unsigned).reshape(-1, self._profile.hidden)  # [tokens * width, H]: a row a token and plane
         # Two maxima see every value without a copy: among unsigned words the largest negative value is the maximum,
         # among signed words the largest positive one.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..contracts.errors import ErrorCode, RowError, StoreError
-from ..contracts.profile import CaptureProfile
 from ..contracts.records import RowRecord
+from ..contracts.sample_format import SampleFormat
 from .fs import fsync_dir, remove, store_error
 from .ledger import LedgerWriter, fold, segments_by_batch
 from .sample import Staged, check_sample
@@ -50,9 +50,9 @@ class Committer:
     The order in which rows are told is the order of the groups; a row is told exactly once.
     """
 
-    def __init__(self, job_dir: Path, profile: CaptureProfile, batch: int, attempt: str, tell: Callable[[Sequence[Outcome]], None]) -> None:
+    def __init__(self, job_dir: Path, format: SampleFormat, batch: int, attempt: str, tell: Callable[[Sequence[Outcome]], None]) -> None:
         self._job_dir = job_dir
-        self._profile = profile
+        self._format = format
         self._batch = batch
         self._tell = tell
         self._ledger = LedgerWriter(job_dir, batch, attempt)
@@ -196,7 +196,7 @@ class Committer:
             log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
             return recorded, False
         try:
-            return check_sample(self._job_dir, self._profile, item.row, item.record.generation), True
+            return check_sample(self._job_dir, self._format, item.row, item.record.generation), True
         except RowError as e:
             # Never recorded and not whole: not a committed file. Ours is.
             log.warning("event=corrupt_file_replaced row=%d batch=%d error=%s", row, self._batch, e)

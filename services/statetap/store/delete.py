@@ -184,7 +184,7 @@ def _clean_folder(job_dir: Path, name: str, rows: range, named: set[str], dry_ru
     with entries:
         for entry in entries:
             match = SAMPLE_NAME.fullmatch(entry.name)
-            superseded = match and int(match[1]) in rows and f"{name}/{entry.name}" not in named
+            superseded = match and int(match["row"]) in rows and f"{name}/{entry.name}" not in named
             # A temp belongs to no batch by its name alone; the batch that holds the folder's first row takes it.
             if superseded or entry.name.startswith(TEMP_PREFIX):
                 size = entry.stat()

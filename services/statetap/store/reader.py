@@ -28,6 +28,7 @@ from .complete import load_completion
 from .delete import Reading
 from .jobs import load_job
 from .ledger import JobLedger
+from .opened import Tensors, open_sample
 
 _INDEX = pa.schema([("row", pa.int64()), ("tokens", pa.int64()), ("path", pa.string())])
 
@@ -48,7 +49,8 @@ class SampleLoader:
 
     def __init__(self, job_dir: Path, *, boundaries: Sequence[int] | None, final: Literal["post", "pre"] | None) -> None:
         self.job_dir = job_dir
-        self.profile = load_job(job_dir).capture_profile
+        self._format = load_job(job_dir).sample_format
+        self.profile = self._format.kept
         self.boundaries = tuple(self.profile.boundaries if boundaries is None else boundaries)
         self._final = final
         self._columns = _columns(self.profile, self.boundaries)
@@ -57,20 +59,14 @@ class SampleLoader:
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """One file, by its path below the job's folder. Raises StoreError ``file_missing`` or ``file_corrupt``."""
-        path = self.job_dir / name
-        try:
-            with safe_open(path, framework="pt") as f:
-                item = {
-                    INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
-                    LOSS_MASK: f.get_tensor(LOSS_MASK).long(),
-                    AUX: self._aux(f.get_tensor(AUX)),
-                }
-                if self._final:
-                    item[FINAL_POST] = self._final_state(f)
-        except FileNotFoundError as e:
-            raise StoreError(ErrorCode.FILE_MISSING, f"{path}: its record names it, and it is not there") from e
-        except (SafetensorError, OSError) as e:
-            raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e}") from e
+        with open_sample(self.job_dir / name, self._format) as f:
+            item = {
+                INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
+                LOSS_MASK: f.get_tensor(LOSS_MASK).long(),
+                AUX: self._aux(f.get_tensor(AUX)),
+            }
+            if self._final:
+                item[FINAL_POST] = self._final_state(f)
         return item
 
     def _aux(self, aux: torch.Tensor) -> torch.Tensor:
@@ -79,7 +75,7 @@ class SampleLoader:
         T, H = aux.shape[0], self.profile.hidden
         return aux.view(T, -1, H)[:, self._columns].reshape(T, -1)
 
-    def _final_state(self, f: Any) -> torch.Tensor:
+    def _final_state(self, f: Tensors) -> torch.Tensor:
         if not self._derive:
             return f.get_tensor(FINAL_PRE if self._final == "pre" else FINAL_POST)
         if self._weight is None:
@@ -94,11 +90,11 @@ class JobDataset(Dataset[dict[str, torch.Tensor]]):
     """The done rows of a job. Item i is a dict of CPU tensors, with T tokens, K boundaries and hidden size H:
 
     ``input_ids`` [T] int64, ``loss_mask`` [T] int64, ``aux_hidden_states`` [T, K*H] and, unless ``final`` is None,
-    ``final_hidden_states`` [T, H], both in the model's dtype. States are mapped from the file and not copied where they are taken as they
+    ``final_hidden_states`` [T, H], both in the model's dtype, whatever the files' encoding. Raw states are mapped from the file and not copied where they are taken as they
     lie there; writing into them does not change the file. Rows are unshifted.
 
     Args:
-        boundaries: those to take, in this order (default: all that were captured).
+        boundaries: those to take, in this order (default: all that were kept).
         final: "post" (after the final norm), "pre" (the last residual stream) or None.
         require_complete: refuse a job without its COMPLETE marker. False serves what is done by now, frozen at this moment.
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..contracts.errors import RowError
-from ..contracts.layout import TEMP_PREFIX, folder
-from ..contracts.profile import CaptureProfile
+from ..contracts.layout import SAMPLE_NAME, TEMP_PREFIX, folder
 from ..contracts.records import Batch, RowRecord, RowState
+from ..contracts.sample_format import SampleFormat
 from .acks import load_acks
 from .fs import fsync_dir, remove, store_error
 from .ledger import JobLedger, LedgerWriter
@@ -26,7 +26,7 @@ from .sample import check_sample
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(rf"(?P<temp>{re.escape(TEMP_PREFIX)}[0-9a-f]+-)?data_(?P<row>\d+)(?:\.g(?P<generation>\d+))?\.safetensors")
+_NAME = re.compile(rf"(?P<temp>{re.escape(TEMP_PREFIX)}[0-9a-f]+-)?{SAMPLE_NAME.pattern}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def _scan(job_dir: Path, batch: Batch) -> Iterator[_Found]:
                     )
 
 
-def resume_batch(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
+def resume_batch(job_dir: Path, format: SampleFormat, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
     """Fold the batch's ledger, adopt or remove files without a line, sweep temps.
 
     A row that is recorded as done but whose file is missing or has another size is open again, with the next generation; so is one that
@@ -77,12 +77,12 @@ def resume_batch(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: Row
     Raises StoreError.
     """
     try:
-        return _resume(job_dir, profile, batch, rows, attempt)
+        return _resume(job_dir, format, batch, rows, attempt)
     except OSError as e:
         raise store_error(e, f"resume batch {batch.batch}") from e
 
 
-def _resume(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
+def _resume(job_dir: Path, format: SampleFormat, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
     ledger = JobLedger(job_dir)
     records = ledger.last(batch.batch)
     sizes: dict[tuple[int, int], int] = {}
@@ -101,7 +101,7 @@ def _resume(job_dir: Path, profile: CaptureProfile, batch: Batch, rows: RowsFile
         # A crash between link and ledger, or a commit that an earlier attempt did not live to record.
         (row,) = rows.read(found.row, found.row + 1)
         try:
-            adopted.append(check_sample(job_dir, profile, row, found.generation))
+            adopted.append(check_sample(job_dir, format, row, found.generation))
             sizes[found.row, found.generation] = found.size
             fsync_dir(found.path.parent)
         except RowError as e:

@@ -1,4 +1,4 @@
-"""Rows that an earlier job of the same capture profile has done already: their files are taken by hard link, without a prefill.
+"""Rows that an earlier job of the same sample format has done already: their files are taken by hard link, without a prefill.
 
 Invariant: a file is taken only when the other job's ledger calls it done, it has the recorded size, and the ids and the mask in it are
 byte for byte those of our row; its xxh3 goes into our ledger, so ``verify`` reads it against the same hash. What cannot be taken, for
@@ -19,10 +19,10 @@ import numpy as np
 
 from ..contracts.errors import StatetapError
 from ..contracts.layout import JOBS, ROWS, dataset_dir, sample
-from ..contracts.profile import CaptureProfile
 from ..contracts.records import RowRecord, RowState
-from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, parse_header
+from ..contracts.sample_format import SampleFormat
 from .commit import GROUP_ROWS
+from .decode import SampleFile
 from .fs import fsync_dir, make_dirs, store_error
 from .jobs import load_job
 from .keyindex import KeyIndex, row_key
@@ -48,12 +48,12 @@ class _Source:
     rows: int
 
     @classmethod
-    def open(cls, store: Path, job_id: str, profile: CaptureProfile) -> _Source | None:
-        """None for one that is gone, is of another profile, or cannot be read."""
+    def open(cls, store: Path, job_id: str, format: SampleFormat) -> _Source | None:
+        """None for one that is gone, is of another format, or cannot be read."""
         path = store / JOBS / job_id
         try:
             spec = load_job(path)
-            if spec.capture_profile.profile_id != profile.profile_id:
+            if spec.sample_format.format_id != format.format_id:
                 return None
             stops = np.array([b.stop for b in read_plan(path)], np.int64)
             try:
@@ -90,7 +90,7 @@ class _Source:
 def reuse_rows(
     store: Path,
     job_dir: Path,
-    profile: CaptureProfile,
+    format: SampleFormat,
     sources: Sequence[str],
     batch: int,
     attempt: str,
@@ -101,7 +101,7 @@ def reuse_rows(
 
     Raises StoreError where our own ledger or folder cannot be written.
     """
-    opened = [s for s in (_Source.open(store, job_id, profile) for job_id in sources if job_id != job_dir.name) if s is not None]
+    opened = [s for s in (_Source.open(store, job_id, format) for job_id in sources if job_id != job_dir.name) if s is not None]
     taken: list[RowRecord] = []
     if not opened:
         return taken
@@ -109,7 +109,7 @@ def reuse_rows(
     group: list[RowRecord] = []
     try:
         for row in rows:
-            record = _take(opened, job_dir, profile, row, generations[row.row])
+            record = _take(opened, job_dir, format, row, generations[row.row])
             if record is not None:
                 group.append(record)
             if len(group) >= GROUP_ROWS:
@@ -130,7 +130,7 @@ def _commit(job_dir: Path, writer: LedgerWriter, group: list[RowRecord]) -> list
     return group
 
 
-def _take(sources: list[_Source], job_dir: Path, profile: CaptureProfile, row: Row, generation: int) -> RowRecord | None:
+def _take(sources: list[_Source], job_dir: Path, format: SampleFormat, row: Row, generation: int) -> RowRecord | None:
     if row.error_code or not len(row.input_ids):
         return None
     key = row_key(row)
@@ -139,9 +139,9 @@ def _take(sources: list[_Source], job_dir: Path, profile: CaptureProfile, row: R
             found = source.done(number)
             if found is None or found.tokens != len(row.input_ids):
                 continue
-            name = sample(row.row, generation)
+            name = sample(row.row, generation, format.suffix)
             try:
-                if not _is_same(source.path / found.path, profile, row, found):
+                if not _is_same(source.path / found.path, format, row, found):
                     continue
                 make_dirs((job_dir / name).parent)
                 os.link(source.path / found.path, job_dir / name)
@@ -168,18 +168,16 @@ def _take(sources: list[_Source], job_dir: Path, profile: CaptureProfile, row: R
     return None
 
 
-def _is_same(path: Path, profile: CaptureProfile, row: Row, record: RowRecord) -> bool:
+def _is_same(path: Path, format: SampleFormat, row: Row, record: RowRecord) -> bool:
     """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError."""
-    with open(path, "rb") as f:
-        if os.fstat(f.fileno()).st_size != record.bytes:
-            return False
-        head = f.read(BLOCK)
-        if not same_but_for_row(head, expected_header(profile, row)):
-            return False
-        tensors = parse_header(head).tensors
-        ids, mask = tensors[INPUT_IDS], tensors[LOSS_MASK]
-        f.seek(ids.start)
-        if f.read(ids.stop - ids.start) != np.ascontiguousarray(row.input_ids).tobytes():
-            return False
-        f.seek(mask.start)
-        return f.read(mask.stop - mask.start) == np.ascontiguousarray(row.loss_mask).tobytes()
+    try:
+        with SampleFile(path, format) as f:
+            if f.size != record.bytes:
+                return False
+            head, header = f.head()
+            if not same_but_for_row(head, expected_header(format, row)):
+                return False
+            ids, mask = f.row(header)
+            return np.array_equal(ids, row.input_ids) and np.array_equal(mask, row.loss_mask)
+    except StatetapError:
+        return False

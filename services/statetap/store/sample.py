@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import threading
 import time
@@ -23,13 +22,16 @@ import xxhash
 from ..contracts import SCHEMA_VERSION
 from ..contracts.errors import ErrorCode, RowError
 from ..contracts.layout import sample, temp
-from ..contracts.profile import CaptureProfile
 from ..contracts.records import RowRecord, RowState
-from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, Header, sample_header, tap_header
+from ..contracts.sample_format import Encoding, SampleFormat
+from ..contracts.tensors import BLOCK, INPUT_IDS, Header, tap_header
 from .check import Bytes, StateChecker, check_ids, check_states, check_tap_header, largest_block
+from .decode import SampleFile
+from .encode import Pieces, encoder
 from .fs import make_dirs, remove, store_error, write_all
 from .rows import Row
 
+_HASHED = 8 << 20
 WRITE_BACK = 4 << 20  # bytes written before the disk is told to begin with them
 
 
@@ -48,9 +50,10 @@ class Staged:
 class SampleWriter:
     """Stages the samples of one attempt at a batch. Thread-safe: several threads stage at once."""
 
-    def __init__(self, job_dir: Path, profile: CaptureProfile, attempt: str) -> None:
+    def __init__(self, job_dir: Path, format: SampleFormat, attempt: str) -> None:
         self._job_dir = job_dir
-        self._profile = profile
+        self._format = format
+        self._profile = profile = format.captured
         self._attempt = attempt
         self._buffer_bytes = largest_block(profile)
         self._folders: set[Path] = set()
@@ -67,13 +70,16 @@ class SampleWriter:
             source = os.open(tap_file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise RowError(ErrorCode.CAPTURE_INCOMPLETE, f"the engine answered, but {tap_file.name} is not in the tap") from None
-        name = sample(row.row, generation)
+        name = sample(row.row, generation, self._format.suffix)
         tmp = self._job_dir / temp(name, self._attempt)
         try:
             want = tap_header(self._profile, len(row.input_ids))
             size = os.fstat(source).st_size
             check_tap_header(want, os.pread(source, BLOCK, 0), size)
-            if size + len(row.loss_mask) <= self._buffer_bytes:
+            written = size + len(row.loss_mask)
+            if not self._format.plain:
+                fd, xxh3, written = self._stage_encoded(row, source, want, tmp)
+            elif written <= self._buffer_bytes:
                 fd, xxh3 = self._stage_small(row, source, want, tmp)
             else:
                 fd, xxh3 = self._stage_large(row, source, want, tmp)
@@ -86,7 +92,7 @@ class SampleWriter:
             state=RowState.DONE.value,
             generation=generation,
             tokens=len(row.input_ids),
-            bytes=size + len(row.loss_mask),
+            bytes=written,
             path=name,
             xxh3=xxh3,
             at=round(time.time(), 3),
@@ -107,7 +113,7 @@ class SampleWriter:
         _read(source, data[: want.size], 0)
         check_ids(row.input_ids, data[ids.start : ids.stop])
         check_states(self._profile, len(row.input_ids), data)
-        data[:BLOCK] = np.frombuffer(expected_header(self._profile, row), np.uint8)
+        data[:BLOCK] = np.frombuffer(expected_header(self._format, row), np.uint8)
         data[want.size :] = row.loss_mask
         with self._new_file(tmp) as fd:
             write_all(fd, data.data)
@@ -121,7 +127,7 @@ class SampleWriter:
         _read(source, tail[: ids.stop - ids.start], ids.start)
         check_ids(row.input_ids, tail[: ids.stop - ids.start])
         tail[ids.stop - ids.start :] = row.loss_mask
-        header = expected_header(self._profile, row)
+        header = expected_header(self._format, row)
         digest = xxhash.xxh3_64(header)
         checker = StateChecker(self._profile, len(row.input_ids))
         buffer = self._buffer()
@@ -142,6 +148,40 @@ class SampleWriter:
             write_all(fd, tail.data)
             _start_write_back(fd, written_back, 0)
         return fd, digest.hexdigest()
+
+    def _stage_encoded(self, row: Row, source: int, want: Header, tmp: Path) -> tuple[int, str, int]:
+        """As :meth:`_stage_large`, by way of an encoder; the size of the file besides."""
+        tensor = want.tensors[INPUT_IDS]
+        ids = np.empty(tensor.stop - tensor.start, np.uint8)
+        _read(source, ids, tensor.start)
+        check_ids(row.input_ids, ids)
+        encoded = encoder(self._format, expected_header(self._format, row), ids, row.loss_mask)
+        checker = StateChecker(self._profile, len(row.input_ids))
+        buffer, digest = self._buffer(), xxhash.xxh3_64()
+        with self._new_file(tmp) as fd:
+            written = written_back = 0
+
+            def put(pieces: Pieces) -> None:
+                nonlocal written, written_back
+                for piece in pieces:
+                    data = memoryview(piece).cast("B")
+                    digest.update(data)
+                    write_all(fd, data)
+                    written += len(data)
+                if written - written_back >= WRITE_BACK:
+                    _start_write_back(fd, written_back, written)
+                    written_back = written
+
+            put(encoded.head())
+            for block in checker.blocks():
+                data = buffer[: block.stop - block.start]
+                _read(source, data, block.start)
+                checker.look(block, data)
+                put(encoded.block(block, data))
+            checker.finish()
+            put(encoded.tail())
+            _start_write_back(fd, written_back, 0)
+        return fd, digest.hexdigest(), written
 
     @contextlib.contextmanager
     def _new_file(self, tmp: Path) -> Iterator[int]:
@@ -174,12 +214,10 @@ def _start_write_back(fd: int, start: int, stop: int) -> None:
     os.posix_fadvise(fd, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)
 
 
-def expected_header(profile: CaptureProfile, row: Row) -> bytes:
-    """The first 4 KiB of the sample file of ``row``."""
+def expected_header(format: SampleFormat, row: Row) -> bytes:
+    """The first 4 KiB of the sample file of ``row``, decompressed."""
     ids = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(row.input_ids).data)
-    return sample_header(
-        profile, len(row.input_ids), row=row.row, source_id=row.source_id, ids_xxh3=ids, schema_version=SCHEMA_VERSION
-    ).encode()
+    return format.header(len(row.input_ids), row=row.row, source_id=row.source_id, ids_xxh3=ids, schema_version=SCHEMA_VERSION).encode()
 
 
 _OF_THE_ROW = ("row", "source_id")
@@ -197,33 +235,48 @@ def same_but_for_row(head: bytes, want: bytes) -> bool:
     return bool(have == wanted)
 
 
-def check_sample(job_dir: Path, profile: CaptureProfile, row: Row, generation: int) -> RowRecord:
+def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int) -> RowRecord:
     """Full check of a committed sample file against the row that it should hold; its record, as a ledger line would say it.
 
     Raises:
         RowError: ``file_missing``, ``file_corrupt``, or a code of check.py: the file is not what it should be.
         StoreError: it cannot be read.
     """
-    name = sample(row.row, generation)
+    name = sample(row.row, generation, format.suffix)
     path = job_dir / name
     T = len(row.input_ids)
-    header = sample_header(profile, T, row=row.row, source_id="", ids_xxh3="", schema_version=SCHEMA_VERSION)
+    digest = xxhash.xxh3_64()
+    compressed = format.encoding == Encoding.ZSTD
+
+    def corrupt(what: str) -> RowError:
+        return RowError(ErrorCode.FILE_CORRUPT, f"{name} {what}")
+
     try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size != header.size:
-                raise RowError(ErrorCode.FILE_CORRUPT, f"{name} has {size} bytes, not {header.size}")
-            # Unmapped when its last view goes: an error's traceback may hold one for a while.
-            data = np.frombuffer(mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ), np.uint8)
-        if bytes(data[:BLOCK]) != expected_header(profile, row):
-            raise RowError(ErrorCode.FILE_CORRUPT, f"{name}: its header is not that of row {row.row}")
-        digest = xxhash.xxh3_64(data[:BLOCK].data)
-        ids, mask = header.tensors[INPUT_IDS], header.tensors[LOSS_MASK]
-        check_states(profile, T, data, digest.update)
-        check_ids(row.input_ids, data[ids.start : ids.stop])
-        if not np.array_equal(data[mask.start : mask.stop], row.loss_mask):
-            raise RowError(ErrorCode.FILE_CORRUPT, f"{name}: its loss mask is not that of row {row.row}")
-        digest.update(data[ids.start :].data)
+        with SampleFile(path, format) as f:
+            size, most = f.size, format.bytes(T)
+            if size != most if format.exact else size > most:
+                raise corrupt(f"has {size} bytes, not {'up to ' if not format.exact else ''}{most}")
+            # Of a compressed file the content is looked at here, and its bytes are hashed below.
+            update = (lambda data: None) if compressed else digest.update
+
+            def read(n: int) -> Bytes:
+                data = f.read(n)
+                update(data.data)
+                return data
+
+            if read(BLOCK).tobytes() != expected_header(format, row):
+                raise corrupt(f"has a header that is not that of row {row.row}")
+            if not compressed:
+                f.states(T, update)
+            check_ids(row.input_ids, read(4 * T))
+            if not np.array_equal(read(T), row.loss_mask):
+                raise corrupt(f"has a loss mask that is not that of row {row.row}")
+            if compressed:
+                f.states(T, update)
+        if compressed:
+            with open(path, "rb", buffering=0) as raw:
+                while data := raw.read(_HASHED):
+                    digest.update(data)
     except FileNotFoundError:
         raise RowError(ErrorCode.FILE_MISSING, f"{name} is not there") from None
     except OSError as e:

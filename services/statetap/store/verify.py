@@ -19,11 +19,11 @@ import xxhash
 
 from ..contracts.errors import ErrorCode, StatetapError
 from ..contracts.layout import MANIFEST, SAMPLE_NAME, folder
-from ..contracts.profile import CaptureProfile
 from ..contracts.records import Batch, RowRecord, RowState
-from ..contracts.tensors import BLOCK, parse_header, sample_header
+from ..contracts.sample_format import SampleFormat
 from .acks import load_acks
 from .complete import load_completion
+from .decode import SampleFile
 from .delete import Reading
 from .fs import store_error
 from .jobs import load_job
@@ -83,7 +83,7 @@ def verify_job(job_dir: Path, rows_path: Path | None = None, *, threads: int = 2
 
 
 def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progress | None) -> VerifyReport:
-    profile = load_job(job_dir).capture_profile
+    format = load_job(job_dir).sample_format
     completion = load_completion(job_dir)
     counts: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -108,8 +108,8 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
             rows += batch.rows
             missing += sum(row not in records for row in range(batch.start, batch.stop))
             # The dataset is read here: its reader is not said to be safe for several threads.
-            headers = [_header_of(source, profile, r) for r in done]
-            for found in pool.map(lambda r, header: _check_file(job_dir, profile, r, header), done, headers):
+            headers = [_header_of(source, format, r) for r in done]
+            for found in pool.map(lambda r, header: _check_file(job_dir, format, r, header), done, headers):
                 if found is not None:
                     note(found)
             files += len(done)
@@ -159,42 +159,43 @@ def _check_manifest(job_dir: Path, xxh3: str) -> Problem | None:
     return Problem(row=-1, path=MANIFEST, code=ErrorCode.FILE_CORRUPT.value, message=f"{MANIFEST} is not the one that COMPLETE names")
 
 
-def _header_of(source: RowsFile | None, profile: CaptureProfile, record: RowRecord) -> bytes | None:
+def _header_of(source: RowsFile | None, format: SampleFormat, record: RowRecord) -> bytes | None:
     """The header that the file must have, where the dataset is at hand."""
     if source is None:
         return None
     (row,) = source.read(record.row, record.row + 1)
-    return expected_header(profile, row)
+    return expected_header(format, row)
 
 
-def _check_file(job_dir: Path, profile: CaptureProfile, record: RowRecord, header: bytes | None) -> Problem | None:
+def _check_file(job_dir: Path, format: SampleFormat, record: RowRecord, header: bytes | None) -> Problem | None:
     def problem(code: ErrorCode, message: str) -> Problem:
         return Problem(row=record.row, path=record.path, code=code.value, message=message)
 
+    path = job_dir / record.path
     try:
-        with open(job_dir / record.path, "rb") as f:
+        with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if size != record.bytes:
                 return problem(ErrorCode.FILE_CORRUPT, f"{size} bytes, not {record.bytes}")
-            head = f.read(BLOCK)
             xxh3 = _hash(f, size)
+        if xxh3 != record.xxh3:
+            return problem(ErrorCode.FILE_CORRUPT, f"xxh3 is {xxh3}, not {record.xxh3}")
+        with SampleFile(path, format) as opened:
+            head, found = opened.head()
     except FileNotFoundError:
         return problem(ErrorCode.FILE_MISSING, "the file is not there")
     except OSError as e:
         return problem(ErrorCode.STORE_IO, f"cannot be read: {e.strerror}")
-    if xxh3 != record.xxh3:
-        return problem(ErrorCode.FILE_CORRUPT, f"xxh3 is {xxh3}, not {record.xxh3}")
+    except StatetapError as e:
+        return problem(e.code, e.message)
     if header is not None:
         # A file that was taken from an earlier job names the row and the source that it was captured for.
         right = same_but_for_row(head, header) if record.origin else head == header
         return None if right else problem(ErrorCode.FILE_CORRUPT, "the header is not that of this row of the dataset")
-    want = sample_header(profile, record.tokens, row=record.row, source_id="", ids_xxh3="", schema_version=0)
-    try:
-        if parse_header(head).tensors == want.tensors:
-            return None
-        return problem(ErrorCode.SHAPE_MISMATCH, f"the header is not that of {record.tokens} tokens of this profile")
-    except StatetapError as e:
-        return problem(e.code, e.message)
+    want = format.header(record.tokens, row=record.row, source_id="", ids_xxh3="", schema_version=0)
+    if found.tensors == want.tensors:
+        return None
+    return problem(ErrorCode.SHAPE_MISMATCH, f"the header is not that of {record.tokens} tokens of this format")
 
 
 def _extra_files(job_dir: Path, batch: Batch, named: set[str]) -> int:
@@ -210,5 +211,5 @@ def _sample_files(job_dir: Path, batch: Batch) -> Iterator[str]:
             continue
         for entry in entries:
             match = SAMPLE_NAME.fullmatch(entry)
-            if match and batch.start <= int(match[1]) < batch.stop:
+            if match and batch.start <= int(match["row"]) < batch.stop:
                 yield f"{name}/{entry}"

@@ -97,10 +97,10 @@ class BatchRun:
         self._drain_until = float("inf")  # monotonic
         self._engine = EngineClient(settings.engine_url, settings.request_timeout_s)
         self._outage = Outage(self._engine, settings.engine_down_after_s)
-        self._writer = SampleWriter(job_dir, self._profile, lease)
+        self._writer = SampleWriter(job_dir, spec.sample_format, lease)
         self._write_pool = ThreadPoolExecutor(settings.write_threads, thread_name_prefix="write")
         self._redis_pool = ThreadPoolExecutor(1, thread_name_prefix="redis")
-        self._committer = Committer(job_dir, self._profile, batch.batch, lease, self._tell)
+        self._committer = Committer(job_dir, spec.sample_format, batch.batch, lease, self._tell)
 
     async def run(self) -> Resumed:
         """Resume and do the open rows; what resuming found is returned. Raises what is no row's fault."""

@@ -13,13 +13,13 @@ from ..store.rows import RowsFile
 
 def open_batch(store: Path, job_dir: Path, spec: JobSpec, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
     """Resume the batch, then take over what earlier jobs have of its open rows. The caller holds the lease. Raises StoreError."""
-    profile = spec.capture_profile
-    resumed = resume_batch(job_dir, profile, batch, rows, attempt)
+    format = spec.sample_format
+    resumed = resume_batch(job_dir, format, batch, rows, attempt)
     todo = resumed.open_rows
     if not (spec.reuse_from and todo):
         return resumed
     wanted = (r for r in rows.read(min(todo), max(todo) + 1) if r.row in todo and len(r.input_ids) <= spec.longest)
-    taken = reuse_rows(store, job_dir, profile, spec.reuse_from, batch.batch, attempt, wanted, todo)
+    taken = reuse_rows(store, job_dir, format, spec.reuse_from, batch.batch, attempt, wanted, todo)
     if not taken:
         return resumed
     records = resumed.records | {r.row: r for r in taken}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Literal
 
 import typer
 
-from ...client import Dataset, Deleted, Engine, Estimate
+from ...client import Dataset, Deleted, Engine, Estimate, JobOptions, SmallerJob
 from ...contracts.errors import ErrorCode, RequestError
 from ..completing import complete_both, complete_datasets
-from ..estimating import probe_speed
-from ..options import Api, ByPath, Rows, Shuffle, Trust, duration_option, expanded
+from ..estimating import run_probe
+from ..options import Api, ByPath, Kept, Rows, Shuffle, Trust, duration_option, expanded
 from ..sending import dataset_of
 from ..units import counts, duration, size
 
@@ -96,6 +97,7 @@ def _engine_line(e: Engine) -> str:
 def estimate(
     data: Annotated[list[str], typer.Argument(metavar="DATA…", help="Files, or one dataset id.", autocompletion=complete_datasets)],
     rows: Rows,
+    kept: Kept,
     api: Api,
     by_path: ByPath = False,
     shuffle: Shuffle = None,
@@ -114,21 +116,33 @@ def estimate(
         options = rows.dataset(trust_remote_code=trust_remote_code, max_length=at_ingestion)
         dataset = dataset_of(client, data, out, options, by_path=by_path, shuffle=shuffle)
         max_length = (rows.max_length if not rows.truncate else 0) or None
-        found = client.estimate(dataset.dataset_id, profile_id=profile, rows=first, max_length=max_length)
-        measured = probe_speed(client, dataset.dataset_id, probe, out, profile_id=profile, max_length=max_length) if probe else None
+        found = client.estimate(dataset.dataset_id, profile_id=profile, rows=first, max_length=max_length, **kept.asked())
+        asked: JobOptions = {k: v for k, v in {"profile_id": profile, "max_length": max_length, **kept.asked()}.items() if v is not None}  # type: ignore[assignment]
+        measured = ratio = None
+        if probe:
+            measured, ratio = run_probe(client, dataset.dataset_id, probe, out, asked)
+        if ratio is not None and not found.exact:
+            found = replace(found, expected_bytes=round(found.bytes * ratio))
         speed = measured or found.tokens_per_s
         hours = found.tokens / speed / 3600 if speed else None
     told = {**found.to_dict(), "dataset_id": dataset.dataset_id, "tokens_per_s": speed, "hours": hours, "probed": measured is not None}
     out.document(told, *_estimated(found, speed, hours, measured is not None))
 
 
+def _bytes(e: Estimate | SmallerJob) -> str:
+    exact = e.exact if isinstance(e, Estimate) else e.field != "encoding" or e.value != "zstd"
+    if exact:
+        return size(e.bytes)
+    return f"at most {size(e.bytes)}" + ("" if e.expected_bytes is None else f", about {size(e.expected_bytes)}")
+
+
 def _estimated(e: Estimate, speed: float | None, hours: float | None, probed: bool) -> list[str]:
     space = f"{size(e.free)} free, {size(e.reserved)} of it for running jobs, {size(e.kept_free)} stay free"
     made = [
-        f"{e.accepted:,} of {e.rows:,} rows, {e.tokens:,} tokens: {size(e.bytes)}",
+        f"{e.accepted:,} of {e.rows:,} rows, {e.tokens:,} tokens: {_bytes(e)}",
         f"store: {space}: {'it fits' if e.fits else f'{size(e.missing)} are missing'}",
     ]
-    made += [f"  would fit: {a.change}: {a.rows:,} rows, {size(a.bytes)}" for a in e.alternatives]
+    made += [f"  {'would' if a.fits else 'may'} fit: {a.change}: {a.rows:,} rows, {_bytes(a)}" for a in e.alternatives]
     if speed and hours is not None:
         how = "measured by the probe" if probed else "as jobs of this profile ran last"
         return [*made, f"time: {duration(hours * 3600)} h:mm:ss at {speed:,.0f} tok/s ({how})"]

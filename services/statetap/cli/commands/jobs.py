@@ -10,7 +10,7 @@ from ...client import Client, Job, JobFilter
 from ...contracts.records import JobState
 from ..completing import complete_datasets, complete_jobs
 from ..exits import exit_of
-from ..options import Api, ByPath, Codes, JobId, MaxFailed, Rows, Shuffle, Trust, expanded, size_option
+from ..options import Api, ByPath, Codes, JobId, Kept, MaxFailed, Rows, Shuffle, Trust, expanded, size_option
 from ..output import Out
 from ..sending import dataset_of
 from ..units import counts, size
@@ -27,6 +27,7 @@ RESTART_S = 60.0  # watching goes on over a coordinator that is started again
 def submit(
     data: Annotated[list[str], typer.Argument(metavar="DATA…", help="Files, merged in order, or one dataset id.")],
     rows: Rows,
+    kept: Kept,
     api: Api,
     by_path: ByPath = False,
     shuffle: Shuffle = None,
@@ -64,7 +65,7 @@ def submit(
             "profile_id": profile, "name": name or None, "priority": priority or None, "max_failed": max_failed or None, "rows": first,
             "max_length": (rows.max_length if not rows.truncate else 0) or None, "reuse": False if no_reuse else None,
             "retain": retain if retain != "all" else None, "retain_bytes": retain_bytes,
-            "wait_for_engine": wait_for_engine or None, "force": force or None,
+            "wait_for_engine": wait_for_engine or None, "force": force or None, **kept.asked(),
         }  # fmt: skip
         job = client.submit_job(dataset.dataset_id, idempotency_key=idempotency_key, **asked)
         accepted = f"job {job.job_id}: {job.rows.total} rows, {size(job.bytes.expected)} expected"

@@ -321,6 +321,7 @@ class _Export:
             "model": profile.model,
             "revision": profile.revision,
             "dtype": profile.dtype,
+            "encoding": source.format.encoding,
             "hidden": profile.hidden,
             "num_layers": profile.num_layers,
             "final_derived": source.derived,

@@ -15,14 +15,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
-from ...contracts.errors import ErrorCode, RequestError, StoreError
+from ...contracts.errors import ErrorCode, RequestError, StatetapError, StoreError
 from ...contracts.layout import MANIFEST, NORM
 from ...contracts.records import RowState
-from ...contracts.tensors import INPUT_IDS, LOSS_MASK
 from ..acks import load_acks
 from ..complete import load_completion
+from ..decode import SampleFile
 from ..fs import store_error
 from ..jobs import load_job
 from ..reader import SampleLoader, load_norm, what_is_missing
@@ -37,7 +36,7 @@ class Source:
     """The rows of a job as a format wants them.
 
     Args:
-        boundaries: those to take, in this order; None for all that were captured.
+        boundaries: those to take, in this order; None for all that were kept.
         final: the final state; None for the one that the format's trainers expect.
         rows: half-open range of the source's rows; None for all.
 
@@ -51,7 +50,8 @@ class Source:
     ) -> None:
         self.job_dir = job_dir
         self.spec = load_job(job_dir)
-        self.profile = self.spec.capture_profile
+        self.format = self.spec.sample_format
+        self.profile = self.format.kept
         completion = load_completion(job_dir)
         if completion is None:
             raise StoreError(ErrorCode.INCOMPLETE, what_is_missing(job_dir), next_step="Let the job end before you export it.")
@@ -129,12 +129,15 @@ class Source:
         for item in self.items():
             path = self.job_dir / item.path
             try:
-                with safe_open(path, framework="np") as f:
-                    yield item, f.get_tensor(INPUT_IDS).astype(np.int64), f.get_tensor(LOSS_MASK).astype(np.int64)
+                with SampleFile(path, self.format) as f:
+                    ids, mask = f.row(f.head()[1])
             except FileNotFoundError:
                 raise StoreError(ErrorCode.FILE_MISSING, f"{item.path} is not there") from None
-            except (SafetensorError, OSError) as e:
-                raise StoreError(ErrorCode.FILE_CORRUPT, f"{item.path}: {e}") from e
+            except OSError as e:
+                raise store_error(e, f"read {item.path}") from e
+            except StatetapError as e:
+                raise StoreError(ErrorCode.FILE_CORRUPT, f"{item.path}: {e.message}") from e
+            yield item, ids.astype(np.int64), mask.astype(np.int64)
 
 
 def _final(format: Format, asked: Final | None, captured: str) -> tuple[Final, bool]:

@@ -1,0 +1,86 @@
+"""Jobs that keep a part of the boundaries, or other encodings, over the real coordinator, Redis and workers; workers are killed on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from statetap.store.reader import JobDataset
+from statetap.store.verify import verify_job
+from tests.support.coordinator import until
+from tests.support.jobs import token_rows
+from tests.support.redis import RedisServer
+from tests.support.service import Service
+
+ENDED = ("completed", "completed_with_errors")
+
+
+@pytest.fixture
+def service(tmp_path: Path, redis_server: RedisServer):
+    with Service(tmp_path, redis_server.url) as made:
+        yield made
+
+
+def rows_of(service: Service) -> Path:
+    return service.rig.store / "datasets" / "ds-1" / "rows.arrow"
+
+
+def test_each_encoding_is_done_whole_and_reused_by_its_like_alone(service: Service) -> None:
+    service.start()
+    dataset = service.dataset(token_rows(300, 40))
+    done = {}
+    for encoding in ("raw", "fp8", "zstd"):
+        job = service.api.submit(dataset, encoding=encoding, boundaries=[5, 2])
+        assert (job["encoding"], job["boundaries"]) == (encoding, [5, 2])
+        end = service.api.until_state(job["job_id"], *ENDED, seconds=40)
+        assert (end["rows"]["done"], end["rows"]["reused"], end["state"]) == (300, 0, "completed")
+        if encoding == "zstd":
+            assert end["bytes"]["committed"] < 0.9 * end["bytes"]["expected"]
+        else:
+            assert end["bytes"]["committed"] == end["bytes"]["expected"]
+        path = service.path(job["job_id"])
+        report = verify_job(path, rows_of(service))
+        assert report.ok and report.bytes == end["bytes"]["committed"] == sum(p.stat().st_size for p in path.glob("rows_*/*"))
+        done[encoding] = path
+    sets = {encoding: JobDataset(path, final="pre") for encoding, path in done.items()}
+    for i in (0, 7, 299):
+        raw, fp8, zstd = (sets[e][i]["aux_hidden_states"] for e in ("raw", "fp8", "zstd"))
+        assert torch.equal(raw, zstd) and not torch.equal(raw, fp8)
+        assert (raw - fp8).float().abs().max() <= raw.float().abs().max() / 16
+    again = service.api.until_state(service.api.submit(dataset, encoding="zstd", boundaries=[5, 2])["job_id"], *ENDED, seconds=40)
+    assert again["rows"]["reused"] == 300
+    assert set(service.rig.stats()["rows"].values()) == {3}
+    # What zstd made of these states is known now.
+    estimate = service.api.http.post("/v1/estimate", json={"dataset_id": dataset, "encoding": "zstd", "boundaries": [5, 2]}).json()
+    assert not estimate["exact"] and estimate["expected_bytes"] == pytest.approx(again["bytes"]["committed"], rel=0.01)
+    assert estimate["bytes"] == again["bytes"]["expected"]
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "zstd"])
+def test_killed_workers_lose_and_double_nothing(service: Service, encoding: str) -> None:
+    service.start(tokens_per_s=9000)
+    dataset = service.dataset(token_rows(600, 60))
+    worker = service.rig.processes[-1]
+    job = service.api.submit(dataset, encoding=encoding)["job_id"]
+    for done in (60, 200, 350):
+        until(lambda done=done: service.api.job(job)["rows"]["done"] >= done, f"{done} rows", seconds=60)
+        if (horse := worker.horse()) is not None:
+            horse.kill()
+    end = service.api.until_state(job, *ENDED, seconds=120)
+    assert (end["rows"]["done"], end["state"]) == (600, "completed")
+    report = verify_job(service.path(job), rows_of(service))
+    assert report.ok and (report.files, report.extra) == (600, 0)
+    assert not list(service.path(job).rglob(".tmp-*"))
+
+
+def test_a_boundary_that_no_engine_captures_is_refused_with_the_command_that_would(service: Service) -> None:
+    service.start()
+    dataset = service.dataset(token_rows(5, 20))
+    reply = service.api.http.post("/v1/jobs", json={"dataset_id": dataset, "boundaries": [2, 3]})
+    problem = reply.json()
+    assert (reply.status_code, problem["code"], problem["field"]) == (409, "engine_mismatch", "boundaries")
+    assert "--boundaries 2,3" in problem["start_command"]
+    for wrong in ([2, 2], []):
+        assert service.api.http.post("/v1/jobs", json={"dataset_id": dataset, "boundaries": wrong}).status_code == 422
