@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from statetap.contracts import keys
+from statetap.contracts.profile import ITEM_SIZES
 from statetap.contracts.sample_format import SampleFormat
 from tests.support.coordinator import PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
 from tests.support.redis import RedisServer
@@ -138,6 +139,29 @@ def test_a_job_that_does_not_fit_is_refused_with_the_numbers_unless_forced(coord
     again = coordinator.http.post("/v1/jobs", json={"dataset_id": dataset, "profile_id": PROFILE.profile_id})
     assert again.status_code == 507, "what the running job still needs is not free"
     assert again.json()["numbers"]["reserved"] == numbers["needed"]
+
+
+def test_a_refusal_lists_the_encodings_that_would_fit_and_they_do(coordinator: Coordinator, redis_client: redis.Redis) -> None:
+    dataset = make_dataset(coordinator.store, LENGTHS)
+    register_engine(redis_client, PROFILE)
+    room = coordinator.http.post("/v1/estimate", json={"dataset_id": dataset}).json()
+    available = room["free"] - room["reserved"] - room["kept_free"]
+    planes = PROFILE.num_planes * sum(LENGTHS)
+    big = replace(PROFILE, hidden=int(available * 1.4) // planes // ITEM_SIZES[PROFILE.dtype])  # raw: 1.4 of what there is
+    register_engine(redis_client, big, worker="w2")
+    asked = {"dataset_id": dataset, "profile_id": big.profile_id}
+    problem = coordinator.http.post("/v1/jobs", json=asked).json()
+    assert problem["status"] == 507
+    half = sum(SampleFormat(big, (), "fp8").bytes(n) for n in LENGTHS)
+    assert problem["numbers"]["fits_fp8_bytes"] == half and f"encoding=fp8: {half:,} bytes" in problem["detail"]
+    assert problem["numbers"]["most_zstd_bytes"] == sum(SampleFormat(big, (), "zstd").bytes(n) for n in LENGTHS)
+    estimate = coordinator.http.post("/v1/estimate", json=asked).json()
+    found = {a["value"]: a for a in estimate["alternatives"] if a["field"] == "encoding"}
+    assert found["fp8"]["fits"] and found["fp8"]["bytes"] == half and not found["zstd"]["fits"]
+    one = coordinator.http.post("/v1/estimate", json=asked | {"boundaries": [big.boundaries[0]]}).json()
+    assert one["fits"] and one["bytes"] == sum(SampleFormat(big, big.boundaries[:1]).bytes(n) for n in LENGTHS)
+    job = coordinator.submit(dataset, profile_id=big.profile_id, encoding="fp8")
+    assert (job["encoding"], job["bytes"]["expected"]) == ("fp8", half)
 
 
 def test_pause_resume_and_cancel_are_idempotent_and_an_ended_job_conflicts(coordinator: Coordinator, worker: FakeWorker) -> None:

@@ -117,7 +117,7 @@ class Kept(OptionSet):
     """What a job keeps of what its engine captures."""
 
     boundaries: Annotated[
-        list[int] | None,
+        Any,  # a list, to typer, would be an option that is given several times
         typer.Option(
             "--boundaries", parser=_checked(_boundaries), metavar="B,B,…", help="Of the captured ones, in this order. Default: all."
         ),
