@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,16 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU, Linux {platform.release().split('-')[0]}"
+    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, {gpus()}, Linux {platform.release().split('-')[0]}"
+
+
+def gpus() -> str:
+    """``1 NVIDIA H200``, or ``no GPU``."""
+    if not (found := shutil.which("nvidia-smi")):
+        return "no GPU"
+    names = subprocess.run([found, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True).stdout.split("\n")
+    counts = Counter(n.strip() for n in names if n.strip())
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) or "no GPU"
 
 
 def figure(name: str, value: float, unit: str, command: str, note: str = "") -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Taps:
                 host[name].copy_(t, non_blocking=True)
                 t.record_stream(self._side_stream)  # the forward stream must not reuse it before the copy
                 at += -(-t.nbytes // ALIGN) * ALIGN
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)  # a writer that waits sleeps, and leaves its core to the scheduler
             ready.record(self._side_stream)
         return host, ready
 

@@ -1,8 +1,8 @@
 """Writer threads of one scheduler: put captured rows at their place in ``tap/<lease>/<rid>.tmp`` and name the file when whole.
 
 Invariant: ``<rid>.safetensors`` exists only when every position in [0, P) was written. A request belongs to one thread, which
-does all that happens to it in order. Space is taken with fallocate before anything is written: a full tmpfs is an error of
-that request, never a SIGBUS of the scheduler (which is why files are written and not mapped).
+does all that happens to it in order. Files are written and not mapped: a full tmpfs is an error of that request, never a SIGBUS of the
+scheduler. Their space is not taken before (fallocate zeroes every page that is written again a moment later): workers reserve it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ class _Writer(threading.Thread):
         header = tap_header(self._profile, rows.total)
         fd = os.open(self._path(rows.rid, ".tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o664)
         entry = self._open[rows.rid] = _Open(fd=fd, header=header)
-        os.posix_fallocate(fd, 0, header.size)
         _pwrite_all(fd, memoryview(header.encode()), 0)
         return entry
 

@@ -48,7 +48,9 @@ def steady(curve: Curve) -> float:
 def prompts(args: argparse.Namespace, seed: int) -> list[list[int]]:
     random = np.random.default_rng(seed)
     count = args.tokens // args.length
-    return [random.integers(10, args.vocab, random.integers(args.length * 95 // 100, args.length * 105 // 100)).tolist() for _ in range(count)]
+    return [
+        random.integers(10, args.vocab, random.integers(args.length * 95 // 100, args.length * 105 // 100)).tolist() for _ in range(count)
+    ]
 
 
 async def requests(args: argparse.Namespace, seed: int, *, capture: bool) -> Curve:
@@ -179,7 +181,14 @@ def main() -> None:
                 if not warm:
                     rates[mode].append(rate)
             if "disk" in modes and not warm:
-                rates["disk_bytes"].append(disk_rate(args.store / "plain", args.length * profile.bytes_per_token, 4, 6 << 30))
+                rates["disk_bytes"].append(
+                    disk_rate(
+                        args.store / "plain",
+                        args.length * profile.bytes_per_token,
+                        4,
+                        min(6 << 30, 200 * args.length * profile.bytes_per_token),
+                    )
+                )
                 told["disk_gb_s"] = round(rates["disk_bytes"][-1] / 1e9, 3)
             print(json.dumps({"warm": warm, **told}), flush=True)
     finally:
