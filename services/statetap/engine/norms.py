@@ -20,7 +20,9 @@ def variant_of(norm: Any) -> str:
     kind = type(norm).__name__
     if not isinstance(getattr(norm, "weight", None), torch.Tensor) or eps_of(norm) is None:
         return OTHER
-    if "RMSNorm" in kind:
+    if getattr(norm, "zero_centered_gamma", False):  # a centre of its own in each layer (Muse Spark)
+        return OTHER
+    if kind.endswith("RMSNorm"):
         # Gemma 4 has one class for both, told apart by an attribute (sglang layers/layernorm.py).
         return GEMMA_RMSNORM if kind in _GEMMA or getattr(norm, "scale_shift", 0.0) == 1.0 else RMSNORM
     return LAYERNORM if kind == "LayerNorm" else OTHER
