@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -217,9 +218,9 @@ def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
 ) -> None:
     tap, before = tmp_path / "tap", segments_of_engines()
     site = Path(__file__).parent / "broken_site"  # sitecustomize.py there breaks the plugin on purpose
-    engine = start_engine(
-        model, tap, tmp_path / "log", *args, sglang=sglang, env={**env, "PYTHONPATH": str(site)} if "STATETAP_TEST_SITE" in env else env
-    )
+    if "STATETAP_TEST_SITE" in env:
+        env = {**env, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    engine = start_engine(model, tap, tmp_path / "log", *args, sglang=sglang, env=env)
     assert engine.process.wait(120) == 3
     failure = json.loads((tap / FAILED_FILE).read_text())
     assert failure["code"] == code and words in failure["message"], failure

@@ -61,6 +61,18 @@ def right(states: States) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # Gemma scales its embeddings: boundary 0 is what comes after that
+def test_the_references_boundaries_are_transformers_hidden_states(name: str, tmp_path: Path) -> None:
+    reference = Reference(str(make_model(name, tmp_path / name)))
+    found = reference.states(IDS)
+    with torch.no_grad():
+        theirs = reference.model(torch.tensor([IDS]), output_hidden_states=True).hidden_states
+    L = len(theirs) - 1
+    assert sorted(found.boundary) == list(range(L + 1))
+    assert all(torch.equal(found.boundary[b], theirs[b][0]) for b in range(L))
+    assert torch.equal(found.post, theirs[L][0]) and not torch.equal(found.boundary[L], theirs[L][0])  # HF's last is after the norm
+
+
 def test_right_states_are_equal_and_their_neighbours_are_not(tmp_path: Path, reference: Reference, states: States) -> None:
     parity = compare(tmp_path, reference, right(states))
     assert parity.ok and parity.worst == 0.0 and not parity.mistakes and parity.shifted > 0.1

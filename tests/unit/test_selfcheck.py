@@ -75,7 +75,7 @@ class Stack(nn.Module):
     @torch.no_grad()
     def run(self) -> dict[str, Any]:
         """The arguments of :func:`judge` for taps that are right, every boundary held."""
-        inputs = AttentionInputs(self.layers, H)
+        inputs = AttentionInputs(self.layers, H, lambda: True)
         x, positions, planes = torch.randn(T, H), torch.arange(T), {}
         for b, layer in enumerate(self.layers):
             planes[b] = x.clone()
@@ -175,6 +175,16 @@ def test_layers_that_change_nothing_are_indistinct() -> None:
     case["inputs"], case["post"] = dict.fromkeys(range(L), same), same
     result = judge(**case)
     assert not result["problems"] and len(result["indistinct"]) == L + 1
+
+
+def test_a_forward_that_nobody_asked_for_is_not_copied() -> None:
+    stack, asked = Stack(), False
+    inputs = AttentionInputs(stack.layers, H, lambda: asked)
+    stack.layers[0](torch.arange(T), torch.randn(T, H))
+    assert not inputs.seen
+    asked = True
+    stack.layers[0](torch.arange(T), torch.randn(T, H))
+    assert set(inputs.seen) == {0}
 
 
 def test_norms_by_class() -> None:

@@ -6,7 +6,7 @@ post-norm one (OLMo 2) the stream itself. It is read at another module, from ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,13 @@ def _module(layer: Any, names: tuple[str, ...]) -> Any:
 
 class AttentionInputs:
     """Hooks on the attention of all layers. ``seen``: layer -> a copy of what came in, [rows, H]; a layer whose input cannot be
-    read (quantised by the norm's kernel, scattered over ranks) is not there. Nothing here communicates."""
+    read (quantised by the norm's kernel, scattered over ranks) is not there. Nothing here communicates.
 
-    def __init__(self, layers: Sequence[Any], hidden: int) -> None:
-        self._hidden = hidden
+    ``wanted`` tells in which forward to look: copies of every layer's input in a warm-up of SGLang's own could fill a GPU.
+    """
+
+    def __init__(self, layers: Sequence[Any], hidden: int, wanted: Callable[[], bool]) -> None:
+        self._hidden, self._wanted = hidden, wanted
         self.seen: dict[int, torch.Tensor] = {}
         self._handles = [
             module.register_forward_pre_hook(self._hook(i), with_kwargs=True)
@@ -50,6 +53,8 @@ class AttentionInputs:
 
     def _hook(self, i: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
+            if not self._wanted():
+                return
             # By name where it is named; else the first tensor of hidden size (positions and ids are not floating).
             for value in (kwargs.get("hidden_states"), *args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1] == self._hidden:

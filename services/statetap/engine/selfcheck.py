@@ -50,7 +50,7 @@ class SelfCheck:
 
     def arm(self) -> None:
         stack = self._taps.stack
-        self._inputs = AttentionInputs(stack.layers, self._taps.hidden)
+        self._inputs = AttentionInputs(stack.layers, self._taps.hidden, lambda: self._taps.capturing)
         if self._own_below and hasattr(stack, "layers_to_capture"):
             setter = getattr(stack, "set_eagle3_layers_to_capture", None)  # some stacks mark their layers in it
             if setter is not None:
