@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration faults e2e trainers bench figures docs clean
+.PHONY: help setup demo test check unit integration models faults e2e trainers bench figures docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,7 @@ demo: setup ## The main job: extract the example conversations through real SGLa
 test: setup check ## Everything that CI runs
 	@$(PY) -m pytest -q tests/unit
 	@$(PY) -m pytest -q tests/integration
+	@STATETAP_MODELS=short $(PY) -m pytest -q tests/models
 	@$(PY) -m pytest -q tests/faults
 	@$(PY) -m pytest -q tests/e2e
 
@@ -45,6 +46,9 @@ unit: setup ## Unit tests
 
 integration: setup ## Real redis-server, real SGLang, one service at a time
 	@$(PY) -m pytest -q tests/integration
+
+models: setup ## Capture on every model of docs/models.md, against transformers; STATETAP_MODELS=short or names
+	@$(PY) -m pytest -q tests/models
 
 faults: setup ## Killed workers, full disks, torn writes
 	@$(PY) -m pytest -q tests/faults
@@ -63,6 +67,7 @@ figures: setup ## Measure the demo and the bench again and write docs/figures.js
 	@$(PY) examples/demo.py --figures > $(VENV)/figures.log || { cat $(VENV)/figures.log; exit 1; }
 	@$(PY) -m tests.bench.bench >> $(VENV)/figures.log
 	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/integration/test_api_schema.py | grep -o '{"name.*' >> $(VENV)/figures.log
+	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/models | grep -o '{"name.*' >> $(VENV)/figures.log
 	@$(PY) -m tests.support.figures < $(VENV)/figures.log
 
 docs: setup ## Write docs/reference from the code (a test fails when it is not what the code says)

@@ -121,3 +121,16 @@ def test_every_verb_speaks_json_about_the_running_stack(up: Up, client: Client, 
 def test_the_metrics_count_what_the_stack_does(up: Up) -> None:
     text = httpx.get(f"{up.url}/metrics").text
     assert "statetap_redis_up 1.0" in text and 'statetap_jobs{state="completed"}' in text
+
+
+def test_parity_by_the_head_asks_the_engine_that_runs(up: Up, client: Client, model: Path, tmp_path: Path) -> None:
+    tokenized(tmp_path / "rows.jsonl", 20, 60, seed=34)
+    dataset = client.wait_for_dataset(client.upload(tmp_path / "rows.jsonl").dataset_id)
+    job = client.wait(client.submit_job(dataset.dataset_id).job_id, timeout_s=120)
+    (engine,) = client.engines()
+    found = cli("parity", job.path, "--model", model, "--lm-head", engine.url, "--samples", "5", "--json")
+    assert found.returncode == 0, found.stdout + found.stderr
+    told = json.loads(found.stdout)
+    assert told["ok"] and told["agree"] == told["rows"] == 5 and told["error"] < 1e-4 < 0.1 < told["shifted"], told
+    nobody = cli("parity", job.path, "--model", model, "--lm-head", "http://127.0.0.1:9")
+    assert nobody.returncode == 1 and "engine_unreachable" in nobody.stderr

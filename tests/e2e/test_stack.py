@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -183,8 +184,13 @@ def test_an_engine_that_does_not_start_ends_run_with_its_reason(model: Path, tmp
     tokenized(data, 3, 10)
     refused = cli("run", data, "--cpu", "--model", model, "--out", tmp_path / "s", "--", "--pp-size", "2")
     assert refused.returncode == 1 and "flag_refused: --pp-size" in refused.stderr
-    done = cli("run", data, "--cpu", "--model", model, "--out", tmp_path / "s", "--boundaries", "1,77")
-    assert done.returncode == 1 and "outside [0, 6]" in done.stderr and "log:" in done.stderr, done.stderr
+    early = cli("run", data, "--cpu", "--model", model, "--out", tmp_path / "early", "--boundaries", "1,77")
+    assert early.returncode == 1 and "outside [0, 6]" in early.stderr and not (tmp_path / "early").exists(), early.stderr
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    os.truncate(broken / "model.safetensors", 1000)
+    done = cli("run", data, "--cpu", "--model", broken, "--out", tmp_path / "s")
+    assert done.returncode == 1 and "engine_start_failed" in done.stderr and "log:" in done.stderr, done.stderr
     assert os.listdir(tmp_path / "s" / ".stack") and not list((tmp_path / "s").glob("jobs/*"))
 
 

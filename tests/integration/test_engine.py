@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -176,8 +177,9 @@ def test_ready_names_the_profile_and_the_self_check_has_controls(engine: Engine)
     assert engine.profile.boundaries == (3, 0, 6, 5) and engine.profile.final == "both"
     assert ready["profile_id"] == engine.profile.profile_id
     check = ready["self_check"]
-    assert check["ok"] and check["checked_by"] == "layers_to_capture"
+    assert check["ok"] and check["checked_by"] == "attention_input"
     assert set(check["boundaries"]) == {"0", "3", "5"}
+    assert all(error <= TOLERANCE for error in check["own_capture"].values()) and len(check["own_capture"]) == 3
     assert all(v["error"] <= TOLERANCE < 0.05 < v["shifted"] for v in [*check["boundaries"].values(), check["final"]])
     with safe_open(str(engine.tap / NORM_FILE), "pt") as f:
         assert f.get_tensor("weight").shape == (64,) and f.get_tensor("weight").dtype == torch.float32
@@ -198,7 +200,7 @@ def test_stop_leaves_nothing_behind(engine: Engine) -> None:  # last: it ends th
         ((), ("--enable-two-batch-overlap",), {}, "flag_refused", "--enable-two-batch-overlap"),
         ((), (), {"SGLANG_RUST_SERVER": "1"}, "flag_refused", "SGLANG_RUST_SERVER"),
         ((), (), {"STATETAP_TEST_SITE": "missing_target"}, "engine_start_failed", "there is no sglang"),
-        ((), (), {"STATETAP_TEST_SITE": "shifted"}, "self_check_failed", "boundary 1 differs"),
+        ((), (), {"STATETAP_TEST_SITE": "shifted"}, "self_check_failed", "it holds boundary 2"),
         ((), (), {"STATETAP_TEST_SITE": "crash"}, "engine_start_failed", "before the engine was ready"),
     ],
     ids=[
@@ -216,9 +218,9 @@ def test_an_engine_that_cannot_capture_rightly_does_not_start_and_says_why(
 ) -> None:
     tap, before = tmp_path / "tap", segments_of_engines()
     site = Path(__file__).parent / "broken_site"  # sitecustomize.py there breaks the plugin on purpose
-    engine = start_engine(
-        model, tap, tmp_path / "log", *args, sglang=sglang, env={**env, "PYTHONPATH": str(site)} if "STATETAP_TEST_SITE" in env else env
-    )
+    if "STATETAP_TEST_SITE" in env:
+        env = {**env, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    engine = start_engine(model, tap, tmp_path / "log", *args, sglang=sglang, env=env)
     assert engine.process.wait(120) == 3
     failure = json.loads((tap / FAILED_FILE).read_text())
     assert failure["code"] == code and words in failure["message"], failure

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..client import Client, DatasetOptions
+from ..engine.draft import resolve_boundaries
 from .completing import complete_codes, complete_jobs
 from .output import Out
 from .stack import StackConfig
@@ -146,15 +147,19 @@ class Engines(OptionSet):
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size of an engine.")] = 1
     cpu: Annotated[bool, typer.Option("--cpu", help="Real SGLang without a GPU (small models).")] = False
     boundaries: Annotated[str, typer.Option("--boundaries", help="Comma-separated; default = [2, L//2, L-3] (EAGLE-3).")] = "default"
+    draft_config: Annotated[
+        Path | None, typer.Option("--draft-config", help="config.json of an EAGLE-3 drafter: its boundaries, in place of --boundaries.")
+    ] = None
     final: Annotated[FinalKind, typer.Option("--final", help="Final state to capture.")] = "pre"
     trust_remote_code: Trust = False
     window: Annotated[int | None, typer.Option("--window", min=1, help="Prefills in flight a worker.")] = None
 
     def config(self, *, model: str, store: Path, sglang: list[str] | None, **more: Any) -> StackConfig:
-        """``model`` as it is served (a folder's absolute path)."""
+        """``model`` as it is served (a folder's absolute path). Raises RequestError for boundaries that it does not have."""
+        boundaries = resolve_boundaries(self.boundaries, self.draft_config, model)
         return StackConfig(
             model=model, store=store, tap=self.tap, engines=self.engines, workers_per_engine=self.workers, tp=self.tp, cpu=self.cpu,
-            boundaries=self.boundaries, final=self.final, trust_remote_code=self.trust_remote_code, window=self.window,
+            boundaries=boundaries, final=self.final, trust_remote_code=self.trust_remote_code, window=self.window,
             sglang=tuple(v for v in sglang or [] if v != "--"), **more,
         )  # fmt: skip
 

@@ -24,9 +24,12 @@ FINAL_KINDS = ("pre", "post", "both", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """The final norm, so that readers derive post from pre: ``post = normalise(pre, eps) * (weight [+ 1])``."""
+    """The final norm, so that readers derive post from pre: ``post = normalise(pre, eps) * (weight [+ 1])``.
 
-    variant: str  # "rmsnorm" | "gemma_rmsnorm"
+    ``other`` (LayerNorm, say) cannot be derived: an engine with it captures post, both or none.
+    """
+
+    variant: str  # "rmsnorm" | "gemma_rmsnorm" | "other"
     eps: float
 
 

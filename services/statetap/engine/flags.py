@@ -77,8 +77,21 @@ def check_environment(environment: dict[str, str]) -> None:
             raise EngineError(ErrorCode.FLAG_REFUSED, f"{name}: {why}")
 
 
-def server_argv(*, model: str, host: str, port: int, tp: int, trust_remote_code: bool, cpu: bool, extra: Sequence[str]) -> list[str]:
-    """The command line of SGLang (the server process adds the flags that turn CUDA graphs off). Raises EngineError ``flag_refused``."""
+def server_argv(
+    *,
+    model: str,
+    host: str,
+    port: int,
+    tp: int,
+    trust_remote_code: bool,
+    cpu: bool,
+    extra: Sequence[str],
+    cpu_attention: str = "torch_native",
+) -> list[str]:
+    """The command line of SGLang (the server process adds the flags that turn CUDA graphs off). Raises EngineError ``flag_refused``.
+
+    ``cpu_attention``: the attention backend where ``cpu`` is set.
+    """
     check_flags(extra)
     argv = ["--model-path", model, "--host", host, "--port", str(port), "--tp-size", str(tp)]
     # ids in, ids out; no states for cached tokens; prompts in the order they come; no request before the self-check
@@ -88,7 +101,7 @@ def server_argv(*, model: str, host: str, port: int, tp: int, trust_remote_code:
     if cpu:
         defaults = {
             "--device": "cpu",
-            "--attention-backend": "torch_native",
+            "--attention-backend": cpu_attention,
             "--dtype": "float32",
             "--max-total-tokens": "65536",
             "--max-running-requests": "64",

@@ -23,6 +23,8 @@ from typing import Any
 
 from ..contracts.capture import NORM_FILE, READY_FILE
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
+from .cpu.backends import attention_backend
+from .draft import resolve_boundaries
 from .failure import FAILED_FILE, write_failure
 from .flags import check_environment, server_argv
 from .settings import EngineSettings
@@ -45,6 +47,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--port", type=int, default=30000, help="port that the engine listens on")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--boundaries", default="default", help="comma-separated, or default = [2, L//2, L-3]")
+    parser.add_argument("--draft-config", type=Path, help="config.json of an EAGLE-3 drafter: its boundaries, in place of --boundaries")
     parser.add_argument("--final", default="pre", choices=("pre", "post", "both", "none"), help="final state to capture")
     parser.add_argument("--engine-id", default="engine-0", help="name of this engine; stays the same over restarts")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the model folder's own code run")
@@ -72,6 +75,7 @@ def main(argv: list[str] | None = None) -> None:
             trust_remote_code=args.trust_remote_code,
             cpu=args.cpu,
             extra=extra,
+            cpu_attention=attention_backend(args.model) if args.cpu else "",
         )
     except StatetapError as e:
         write_failure(args.tap, e)
@@ -83,7 +87,7 @@ def _settings(args: argparse.Namespace) -> EngineSettings:
     boot_id = secrets.token_hex(8)
     ours: dict[str, Any] = {
         "tap": str(args.tap.resolve()),
-        "boundaries": args.boundaries,
+        "boundaries": resolve_boundaries(args.boundaries, args.draft_config, args.model),
         "final": args.final,
         "model": args.model,
         "engine_id": args.engine_id,

@@ -14,6 +14,7 @@ from .. import __version__
 from ..contracts.boundaries import parse_boundaries
 from ..contracts.errors import EngineError, ErrorCode
 from ..contracts.profile import FINAL_KINDS, CaptureProfile, NormSpec
+from .norms import OTHER, spec_of
 from .settings import EngineSettings
 
 _DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
@@ -46,14 +47,17 @@ def decoder_stack(model: Any, num_layers: int) -> Any:
     return next(iter(found.values()))
 
 
-def norm_spec(norm: Any) -> NormSpec:
-    """Variant and eps of the final norm. Raises EngineError for one that readers could not derive."""
-    kind = type(norm).__name__
-    variant = "gemma_rmsnorm" if kind in ("GemmaRMSNorm", "Gemma3RMSNorm") else "rmsnorm" if "RMSNorm" in kind else None
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if variant is None or eps is None or not hasattr(norm, "weight"):
-        raise EngineError(ErrorCode.ENGINE_START_FAILED, f"final norm {kind} is not known to the readers; start with --final post or none")
-    return NormSpec(variant=variant, eps=float(eps))
+def final_norm_spec(norm: Any, final: str) -> NormSpec:
+    """Variant and eps of the final norm. Raises EngineError where only pre is kept and readers could not derive post from it."""
+    spec = spec_of(norm)
+    if final == "pre" and spec.variant == OTHER:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"final norm {type(norm).__name__}: readers, who know RMSNorm only, could not derive the final state from the pre-norm one; "
+            "start with --final post, both or none",
+            next_step="Start the engine with --final post, both or none.",
+        )
+    return spec
 
 
 def weights_revision(model_path: str, revision: str | None) -> str:
@@ -96,7 +100,7 @@ def capture_profile(runner: Any, stack: Any, settings: EngineSettings) -> Captur
         vocab_size=int(text.vocab_size),
         # The longest prompt that SGLang admits is below the context length by the token that it would generate.
         max_length=int(config.context_len) - 1,
-        norm=norm_spec(final_norm(stack)),
+        norm=final_norm_spec(final_norm(stack), settings.final),
         sglang_version=sglang.__version__,
         plugin_version=__version__,
     )

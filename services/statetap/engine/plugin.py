@@ -86,7 +86,9 @@ def _attach(runner: Any) -> None:
     if _Scheduler.writers is not None:
         part = settings.tap_dir / f".{NORM_FILE}"
         metadata = {"variant": profile.norm.variant, "eps": repr(profile.norm.eps)}
-        save_file({"weight": _Scheduler.taps.norm.weight.data.detach().cpu().contiguous()}, part, metadata=metadata)
+        weight = getattr(_Scheduler.taps.norm, "weight", None)  # a norm without one is of variant "other": nobody derives with it
+        tensors = {} if weight is None else {"weight": weight.data.detach().cpu().contiguous()}
+        save_file(tensors, part, metadata=metadata)
         part.replace(settings.tap_dir / NORM_FILE)
         _Scheduler.sender.send({"fact": "profile", "value": profile.to_dict()})
         from .sweep import sweep_forever

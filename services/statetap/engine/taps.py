@@ -67,6 +67,11 @@ class Taps:
         stack.register_forward_hook(self._stack_hook)
 
     # -------------------------------------------------------------- around one forward
+    @property
+    def capturing(self) -> bool:
+        """Whether the forward that runs now is one that somebody asked for."""
+        return self._plan is not None
+
     def begin(self, plan: ForwardPlan, device: torch.device, dtype: torch.dtype) -> None:
         n, H, K = plan.rows, self.hidden, len(self.profile.boundaries)
         self._plan, self._fired, self._post = plan, 0, None

@@ -55,7 +55,7 @@ def main() -> None:
                 have = dict(zip(profile.boundaries, f.get_tensor(AUX).split(profile.hidden, -1), strict=True))
                 if profile.final in ("pre", "both"):
                     have[profile.num_layers] = f.get_tensor(FINAL_PRE)
-            want = {b: x.float().cpu() for b, x in reference.states(ids)[0].items()}
+            want = {b: x.float().cpu() for b, x in reference.states(ids).boundary.items()}
             for b, x in have.items():
                 cosine = min(cosine, cosine_similarity(x.float(), want[b], -1).mean().item())
                 error = max(error, relative(x, want[b]))

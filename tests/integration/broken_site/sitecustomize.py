@@ -21,6 +21,9 @@ class _Loader(importlib.abc.Loader):
             module.HOOKS["sglang.srt.managers.scheduler.Scheduler.is_not_there"] = (module.before_abort, "BEFORE", ())
         if WHAT == "crash" and module.__name__ == "statetap.engine.taps":
             module.Taps.begin = lambda *args: os._exit(9)  # in the first captured forward, after the model was loaded
+        if WHAT == "no_residual" and module.__name__ == "statetap.engine.taps":
+            keep = module.Taps._keep
+            module.Taps._keep = lambda self, b, hidden, residual: keep(self, b, hidden, residual if b == self.num_layers else None)
         if WHAT == "shifted" and module.__name__ == "statetap.engine.taps":
             real = module.Taps._layer_hook
 

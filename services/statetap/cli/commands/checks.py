@@ -53,19 +53,45 @@ def parity(
     path: JobFolder,
     model: Model,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Rows to compare, spread over the job.")] = 8,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Largest relative error.")] = 1e-5,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Largest error. Default: by the states' dtype; 1e-5 (relative) for float32 states."),
+    ] = None,
+    lm_head: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-head",
+            metavar="URL",
+            help="For models too big for transformers: compare lm_head(norm(final)) with the log probabilities of the engine at this "
+            "address. Reads only head and norm of the model; checks only the final state.",
+        ),
+    ] = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Compare files of a job with transformers' forward on the same weights. Exit 0: equal; 7: not."""
-    from ..compare import compare_job  # torch and transformers
+    """Compare files of a job with transformers' forward on the same weights, and name the mistake if any. Exit 0: equal; 7: not."""
+    from ..compare import compare_job, compare_job_head  # torch and transformers
 
-    result = compare_job(find_job_dir(path), local(model), samples=samples, trust_remote_code=trust_remote_code)
-    ok = result.rows > 0 and result.worst < tolerance < result.shifted
-    told = {k: getattr(result, k) for k in ("rows", "tokens", "errors", "worst", "shifted")} | {"ok": ok}
-    lines = [f"{f'boundary {name}' if name.isdigit() else name}: relative error {error:.2g}" for name, error in result.errors.items()]
-    verdict = f"{'equal' if ok else 'NOT equal'} (largest {result.worst:.2g}, nearest shifted control {result.shifted:.2g})"
-    Out(as_json).document(told, *lines, f"{result.rows} rows, {result.tokens} tokens: {verdict}")
+    job_dir = find_job_dir(path)
+    if lm_head is not None:
+        head = compare_job_head(job_dir, local(model), lm_head, samples=samples, tolerance=tolerance)
+        told = {k: getattr(head, k) for k in ("rows", "tokens", "agree", "error", "worst", "shifted", "tolerance", "ok")}
+        lines = [
+            f"log probabilities differ by {head.error:.2g} on average, {head.worst:.2g} at most; one position off by {head.shifted:.2g}",
+            f"next token: {head.agree} of {head.rows} rows the same as the engine's",
+        ]
+        summary, ok = f"{head.rows} rows, {head.tokens} tokens: the final state is {'right' if head.ok else 'NOT right'}", head.ok
+    else:
+        result = compare_job(job_dir, local(model), samples=samples, tolerance=tolerance, trust_remote_code=trust_remote_code)
+        told = {k: getattr(result, k) for k in ("rows", "tokens", "errors", "worst", "shifted", "tolerance", "mistakes", "ok")}
+        lines = [
+            f"{f'boundary {name}' if name.isdigit() else name}: relative error {error:.2g}"
+            + (f": {result.mistakes[name]}" if name in result.mistakes else "")
+            for name, error in result.errors.items()
+        ]
+        verdict = f"{'equal' if result.ok else 'NOT equal'} (largest {result.worst:.2g}, nearest shifted control {result.shifted:.2g})"
+        summary, ok = f"{result.rows} rows, {result.tokens} tokens: {verdict}", result.ok
+    Out(as_json).document(told, *lines, summary)
     raise typer.Exit(int(Exit.COMPLETED if ok else Exit.PROBLEMS_FOUND))
 
 

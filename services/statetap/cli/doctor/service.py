@@ -97,4 +97,4 @@ def _engine(engine: Engine) -> Iterator[Finding]:
         what = "; ".join(map(str, check.get("indistinct", []))) or "no result was registered"
         yield warned(subject, f"self-check: {what}", "Compare some rows: `statetap parity`.")
     else:
-        yield fine(subject, "self-check passed")
+        yield fine(subject, "; ".join(["self-check passed", *map(str, check.get("notes", []))]))
