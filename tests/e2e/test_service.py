@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from statetap import Client
 from statetap.store.reader import JobDataset
@@ -64,7 +63,7 @@ def test_a_bounded_store_is_read_while_it_is_written(up: Up, client: Client, tmp
     assert not list(Path(job.path).glob("rows_*/data_*"))
 
 
-def test_a_part_of_the_boundaries_in_each_encoding(up: Up, client: Client, tmp_path: Path) -> None:
+def test_a_part_of_the_boundaries_in_each_encoding(up: Up, client: Client, model: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     ids = tokenized(data, 80, 60, seed=35)
     (engine,) = client.engines()
@@ -81,6 +80,9 @@ def test_a_part_of_the_boundaries_in_each_encoding(up: Up, client: Client, tmp_p
         job = next(client.jobs())
         assert (job.encoding, job.boundaries, job.rows.done, job.rows.reused) == (encoding, keep, 80, 0)
         assert verify_job(Path(job.path)).ok
+        if encoding != "raw":
+            compared = cli("parity", job.path, "--model", model, "--samples", "3")
+            assert compared.returncode == 0, compared.stdout + compared.stderr
         sets[encoding] = JobDataset(job.path)
     for i in range(80):
         raw, fp8, zstd = (sets[e][i] for e in ("raw", "fp8", "zstd"))

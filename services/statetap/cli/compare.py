@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import MANIFEST
+from ..contracts.sample_format import Encoding, SampleFormat
+from ..contracts.tensors import INPUT_IDS, state_planes
 from ..engine.lmhead import HeadParity, compare_head
-from ..engine.parity import Parity, Reference, compare_files
+from ..engine.parity import TOLERANCE, Parity, Reference, Tensors, compare_files
 from ..store.jobs import load_job
 from ..store.ledger import JobLedger
+from ..store.opened import open_sample
+
+FP8_TOLERANCE = 5e-2
+"""FP8 keeps three mantissa bits: about 2.5 % of a plane's norm."""
 
 
 def compare_job(job_dir: Path, model: str, *, samples: int, tolerance: float | None = None, trust_remote_code: bool = False) -> Parity:
     """Against transformers. Raises RequestError ``not_found`` when no row is done."""
-    chosen, reference = _chosen(job_dir, samples), Reference(model, trust_remote_code=trust_remote_code)
-    return compare_files(chosen, load_job(job_dir).capture_profile, reference, tolerance=tolerance)
+    chosen, format = _chosen(job_dir, samples), load_job(job_dir).sample_format
+    if tolerance is None and format.encoding == Encoding.FP8:
+        tolerance = max(FP8_TOLERANCE, TOLERANCE[format.kept.dtype])
+    reference = Reference(model, trust_remote_code=trust_remote_code)
+    return compare_files(chosen, format.kept, reference, tolerance=tolerance, load=_loader(format))
 
 
 def compare_job_head(job_dir: Path, model: str, url: str, *, samples: int, tolerance: float | None = None) -> HeadParity:
     """Against what the engine at ``url`` reports. Raises RequestError, EngineError."""
-    return compare_head(_chosen(job_dir, samples), load_job(job_dir).capture_profile, Path(model), url, tolerance=tolerance)
+    format = load_job(job_dir).sample_format
+    if tolerance is None and format.encoding == Encoding.FP8:
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST,
+            "the files hold FP8 states: log probabilities by them are off by more than a mistake of the engine's would be",
+            next_step="Give --tolerance, or compare a job that keeps raw states.",
+        )
+    return compare_head(_chosen(job_dir, samples), format.kept, Path(model), url, tolerance=tolerance, load=_loader(format))
+
+
+def _loader(format: SampleFormat) -> Callable[[Path], Tensors]:
+    names = [INPUT_IDS, *(name for name, _ in state_planes(format.kept))]
+
+    def load(path: Path) -> Tensors:
+        with open_sample(path, format) as f:
+            return {name: f.get_tensor(name) for name in names}
+
+    return load
 
 
 def _chosen(job_dir: Path, samples: int) -> list[Path]:

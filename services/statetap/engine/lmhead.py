@@ -12,7 +12,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..contracts.errors import EngineError, ErrorCode, RequestError
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import FINAL_POST, FINAL_PRE, INPUT_IDS
 from .norms import GEMMA_RMSNORM, OTHER
+from .parity import Tensors, load_file
 
 ROWS = 8192  # rows of the head in memory at once: 235 MB at H = 7168 in fp32
 
@@ -159,7 +160,15 @@ def ask_engine(url: str, ids: list[int], *, timeout_s: float = 600.0) -> tuple[l
     return given, int(token), float(probability)
 
 
-def compare_head(files: Iterable[Path], profile: CaptureProfile, folder: Path, url: str, *, tolerance: float | None = None) -> HeadParity:
+def compare_head(
+    files: Iterable[Path],
+    profile: CaptureProfile,
+    folder: Path,
+    url: str,
+    *,
+    tolerance: float | None = None,
+    load: Callable[[Path], Tensors] = load_file,
+) -> HeadParity:
     """Compare the final states of sample files with what the engine at ``url`` makes of them. Raises RequestError, EngineError."""
     if profile.final == "none" or (profile.final == "pre" and profile.norm.variant == OTHER):
         raise RequestError(
@@ -168,9 +177,9 @@ def compare_head(files: Iterable[Path], profile: CaptureProfile, folder: Path, u
     head, result = Head(folder), HeadParity(tolerance=tolerance or TOLERANCE[profile.dtype])
     weight = head.norm_weight() if profile.final == "pre" else None
     for path in files:
-        with safe_open(str(path), "pt") as f:
-            ids: list[int] = f.get_tensor(INPUT_IDS).tolist()
-            final: Any = f.get_tensor(FINAL_PRE if weight is not None else FINAL_POST).float()
+        tensors = load(path)
+        ids: list[int] = tensors[INPUT_IDS].tolist()
+        final: Any = tensors[FINAL_PRE if weight is not None else FINAL_POST].float()
         if weight is not None:
             final = final * torch.rsqrt(final.pow(2).mean(-1, keepdim=True) + profile.norm.eps)
             final = final * (weight + (profile.norm.variant == GEMMA_RMSNORM))

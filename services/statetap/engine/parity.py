@@ -7,7 +7,7 @@ layers. A control (the neighbouring boundary) that does *not* differ fails the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,28 @@ class Reference:
         return found
 
 
-def compare_files(files: Iterable[Path], profile: CaptureProfile, reference: Reference, *, tolerance: float | None = None) -> Parity:
-    """Compare sample files (or tap files) of ``profile`` with the reference; the default tolerance is that of the states' dtype."""
+Tensors = dict[str, torch.Tensor]
+
+
+def load_file(path: Path) -> Tensors:
+    """All tensors of a tap file, or of a raw sample file."""
+    with safe_open(str(path), "pt") as f:
+        return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
+
+
+def compare_files(
+    files: Iterable[Path],
+    profile: CaptureProfile,
+    reference: Reference,
+    *,
+    tolerance: float | None = None,
+    load: Callable[[Path], Tensors] = load_file,
+) -> Parity:
+    """Compare sample files (or tap files) of ``profile`` with the reference; the default tolerance is that of the states' dtype. ``load``: how
+    a file's tensors are read, by the names and shapes of a raw one."""
     result, H, L = Parity(tolerance=tolerance or TOLERANCE[profile.dtype]), profile.hidden, profile.num_layers
     for path in files:
-        with safe_open(str(path), "pt") as f:
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
+        tensors = load(path)
         ids = tensors[INPUT_IDS].tolist()
         states = reference.states(ids)
         planes: list[tuple[str, torch.Tensor, int | None]] = [

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ import numpy as np
 
 from statetap.contracts.capture import LEASE_FILE, READY_FILE, new_lease, new_rid
 from statetap.contracts.profile import CaptureProfile
+from statetap.contracts.sample_format import Encoding
 from tests.support.redis import RedisServer
 from tests.support.workers import Rig
 
@@ -97,7 +99,9 @@ class Workers:
 
     def job(self, args: argparse.Namespace, seed: int) -> Curve:
         name = f"job-{seed}"
-        job = self.rig.make_job(prompts(args, seed), batch_tokens=args.tokens // 4, job_id=name, dataset_id=f"ds-{seed}")
+        job = self.rig.make_job(
+            prompts(args, seed), batch_tokens=args.tokens // 4, job_id=name, dataset_id=f"ds-{seed}", encoding=args.encoding
+        )
         job.give()
         started, curve = time.monotonic(), [(0.0, 0)]
         want = len(prompts(args, seed))
@@ -110,6 +114,7 @@ class Workers:
             assert time.monotonic() - started < 300, self.log()
             time.sleep(0.02)
         assert sum(t.done for t in totals.values()) == want, (totals, self.log())
+        self.stall = max(b[0] - a[0] for a, b in itertools.pairwise(curve[1:]))
         shutil.rmtree(job.dir)
         shutil.rmtree(job.rows_path.parent)
         return curve
@@ -153,6 +158,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128_000)
     parser.add_argument("--tap-bytes", type=int, default=24 << 30)
     parser.add_argument("--write-threads", type=int, default=2)
+    parser.add_argument("--encoding", default="raw", choices=[e.value for e in Encoding], help="of the job's files")
     parser.add_argument("--modes", default="plain,tap,disk")
     parser.add_argument("--figures", default="", help="prefix of the figures' names")
     args = parser.parse_args()
@@ -190,6 +196,8 @@ def main() -> None:
                     )
                 )
                 told["disk_gb_s"] = round(rates["disk_bytes"][-1] / 1e9, 3)
+            if workers is not None:
+                told["longest_stall_s"] = round(workers.stall, 2)  # without a row committed
             print(json.dumps({"warm": warm, **told}), flush=True)
     finally:
         if workers is not None:
@@ -209,14 +217,17 @@ def report(args: argparse.Namespace, profile: CaptureProfile, rates: dict[str, l
         figures["capture_over_plain"] = statistics.median(a / b for a, b in zip(rates["tap"], rates["plain"], strict=True)), "ratio"
         figures["tap_tok_s"] = m["tap"], "tok/s"
         figures["tap_gb_s"] = m["tap"] * profile.bytes_per_token / 1e9, "GB/s"
+    if "disk" in m and "plain" not in m:
+        figures[f"disk_{args.encoding}_tok_s"] = m["disk"], "tok/s"
     if "disk" in m and "plain" in m:
         least = [min(p, d / profile.bytes_per_token) for p, d in zip(rates["plain"], rates["disk_bytes"], strict=True)]
         figures["disk_over_min"] = statistics.median(a / b for a, b in zip(rates["disk"], least, strict=True)), "ratio"
         figures["disk_tok_s"] = m["disk"], "tok/s"
         figures["disk_own_gb_s"] = m["disk_bytes"] / 1e9, "GB/s"
+    rounds = "; ".join(f"{mode} {', '.join(f'{r:,.0f}' for r in v)}" for mode, v in rates.items() if v)
     note = (
         f"SGLang {profile.sglang_version}, H {profile.hidden}, L {profile.num_layers}, {profile.dtype}, {args.rounds} interleaved rounds of {args.tokens:,} tokens, "
-        f"prompts of about {args.length} tokens, concurrency {args.concurrency}; plain {', '.join(f'{r:,.0f}' for r in rates.get('plain', []))} tok/s"
+        f"prompts of about {args.length} tokens, concurrency {args.concurrency}, {args.write_threads} write threads a worker; {rounds}"
     )
     for name, (value, unit) in figures.items():
         prefix = f"{args.figures}." if args.figures else ""
