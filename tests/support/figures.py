@@ -81,6 +81,12 @@ ROWS = [
     ("store.zstd_over_raw", "the same with zstd", ""),
     ("store.zstd_size", "bytes of zstd files over raw ones (normal numbers in bfloat16)", ""),
     ("service.undocumented_5xx", "undocumented 5xx that schemathesis finds in the whole OpenAPI", "0"),
+    ("gpu.capture_over_plain", "prefill with capture to the tap over without, 8B shape, one H200", ">= 0.99"),
+    ("gpu.disk_over_min", "the whole way to disk over the smaller of prefill and disk", ">= 0.95"),
+    ("gpu.tap_tok_s", "tok/s with capture to the tap", ">= 40,000"),
+    ("gpu.small_model_over_plain", "with capture over without at 4.2 GB/s of states, 1B shape", ">= 0.97"),
+    ("gpu.min_cosine", "mean cosine of the worst boundary against transformers, bf16, three architectures", ">= 0.999"),
+    ("cpu.models_matched", "architectures whose states match transformers' (fp32, CPU)", ""),
     ("demo.max_rel_error", "largest relative error of the demo's states against transformers (fp32)", "< 1e-5"),
 ]
 

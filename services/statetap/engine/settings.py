@@ -45,7 +45,7 @@ class EngineSettings:
     """Where this engine's HTTP service is, for the probe."""
     start_timeout_s: float = 3600.0
     """Seconds from the start until the probe must have passed."""
-    writers: int = 2
+    writers: int = 4
     """Writer threads; a request belongs to one of them."""
     cpu: bool = False
     """Real SGLang without a GPU (tests, demo)."""
