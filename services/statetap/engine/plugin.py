@@ -14,6 +14,7 @@ import os
 import pkgutil
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,22 @@ def _attach(runner: Any) -> None:
         save_file(tensors, part, metadata=metadata)
         part.replace(settings.tap_dir / NORM_FILE)
         _Scheduler.sender.send({"fact": "profile", "value": profile.to_dict()})
+        from .metrics import report
         from .sweep import sweep_forever
 
+        report(_Scheduler.sender, _metrics(_Scheduler.taps, _Scheduler.writers, ring))
+
         threading.Thread(target=sweep_forever, args=(settings.tap_dir,), name="statetap-sweep", daemon=True).start()
+
+
+def _metrics(taps: Any, writers: Any, ring: Any) -> Callable[[], dict[str, Any]]:
+    from .metrics import total
+
+    def read() -> dict[str, Any]:
+        gauges = {"open_files": writers.open_files, "ring_used_bytes": ring.used, "ring_limit_bytes": ring.limit}
+        return {**total([taps.tally, *writers.tallies]), **gauges}
+
+    return read
 
 
 def _is_writing_rank() -> bool:
