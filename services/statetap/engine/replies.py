@@ -68,6 +68,8 @@ async def _wait_with_file(outcomes: Outcomes, manager: Any, obj: Any, request: A
                 loop = asyncio.get_running_loop()
                 answered = loop.time()
                 reply = await _outcome(future, request, reason)
+                # SGLang looks for closed connections every 4 s, and not after the forward: a file that nobody was told of would stay.
+                await _refuse_gone(request)
                 held = loop.time() - answered
                 _waited_s += held
                 reply = {**reply, "held_s": round(held, 4)}
@@ -99,8 +101,12 @@ async def _outcome(future: asyncio.Future[dict[str, Any]], request: Any, reason:
         try:
             return await asyncio.wait_for(asyncio.shield(future), min(left, DISCONNECT_POLL_S))
         except TimeoutError:
-            if request is not None and await request.is_disconnected():
-                raise ValueError("capture: the client is gone") from None
+            await _refuse_gone(request)
+
+
+async def _refuse_gone(request: Any) -> None:
+    if request is not None and await request.is_disconnected():
+        raise ValueError("capture: the client is gone")
 
 
 def _abort(manager: Any, rid: str) -> None:
