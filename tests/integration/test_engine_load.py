@@ -18,6 +18,7 @@ import pytest
 
 from statetap.engine.tiny import make_tiny
 from statetap.worker.engine import _refusal
+from tests.bench.engine_soak import soak
 from tests.support.engine import Engine, start_engine, wait_ready
 from tests.support.engine_load import Ids, References, Sent, load, prompts
 
@@ -202,6 +203,17 @@ async def test_the_metrics_equal_what_was_sent(engine: Engine, texts: list[Ids])
         assert 1 <= grown("forwards_total") <= sum(rows) and grown("copied_bytes_total") >= sum(rows) * per_token
         assert grown("write_seconds_total") > 0 and after["statetap_engine_copy_seconds_total"] == 0  # no GPU
         assert grown("aborted_requests_total") == 0
+
+
+async def test_a_run_of_short_requests_leaves_nothing_and_memory_flat(engine: Engine) -> None:
+    """The short form of `make engine-soak`."""
+    found = await soak(engine, 300)
+    assert not found.left and set(found.samples) == {"http", "scheduler"}
+    assert found.counted["statetap_engine_captured_requests_total"] >= found.captured > 200
+    assert not any(value for name, value in found.counted.items() if "errors_total" in name)
+    for name, samples in found.samples.items():
+        half = [mib for n, mib in samples if n >= 150]
+        assert max(half) - half[0] < 8, (name, samples)
 
 
 TP1: list[References] = []

@@ -50,7 +50,6 @@ class Load:
     def __init__(self, engine: Engine, session: aiohttp.ClientSession) -> None:
         self.engine, self.session, self.lease = engine, session, engine.lease()
         self._row = 0
-        self.sent: list[Sent] = []
 
     def rid(self) -> str:
         self._row += 1
@@ -58,9 +57,14 @@ class Load:
 
     async def post(self, rid: str, ids: Ids, new: int = 0) -> Sent:
         """Send one prompt and wait for its reply."""
-        sent = Sent(rid=rid, ids=ids)
-        self.sent.append(sent)
-        body = {"rid": rid, "input_ids": list(ids), "sampling_params": {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}}
+        return await self._post(Sent(rid=rid, ids=ids), new)
+
+    async def _post(self, sent: Sent, new: int) -> Sent:
+        body = {
+            "rid": sent.rid,
+            "input_ids": list(sent.ids),
+            "sampling_params": {"max_new_tokens": new, "temperature": 0, "ignore_eos": True},
+        }
         async with self.session.post(f"{self.engine.url}/generate", json=body) as response:
             sent.status, sent.reply = response.status, await response.json()
         return sent
@@ -75,11 +79,11 @@ class Load:
 
     async def leave(self, ids: Ids, after: float, new: int = 0) -> Sent:
         """Send a prompt and close the connection after so many seconds (``status`` stays 0 where that was in time)."""
-        rid = self.rid()
+        sent = Sent(rid=self.rid(), ids=ids)
         try:
-            return await asyncio.wait_for(self.post(rid, ids, new), after)
+            return await asyncio.wait_for(self._post(sent, new), after)
         except TimeoutError:
-            return next(s for s in self.sent if s.rid == rid)
+            return sent
 
     async def abort(self, rid: str = "", everything: bool = False) -> None:
         async with self.session.post(f"{self.engine.url}/abort_request", json={"rid": rid, "abort_all": everything}) as response:
