@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration models faults e2e trainers bench figures docs clean
+.PHONY: help setup demo test check unit integration models faults e2e trainers bench engine-soak figures docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,11 +63,15 @@ trainers: setup ## Exports, read by each trainer's own package in an environment
 bench: setup ## What our own layers cost; SHORT=1 for a short form (one JSON object a figure)
 	@$(PY) -m tests.bench.bench $(if $(SHORT),--short,)
 
+engine-soak: setup ## 10,000 requests through the real SGLang; memory must stay flat (three minutes)
+	@$(PY) -m tests.bench.engine_soak
+
 figures: setup ## Measure the demo and the bench again and write docs/figures.json
 	@$(PY) examples/demo.py --figures > $(VENV)/figures.log || { cat $(VENV)/figures.log; exit 1; }
 	@$(PY) -m tests.bench.bench >> $(VENV)/figures.log
 	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/integration/test_api_schema.py | grep -o '{"name.*' >> $(VENV)/figures.log
 	@STATETAP_FIGURES=1 $(PY) -m pytest -q -s tests/models | grep -o '{"name.*' >> $(VENV)/figures.log
+	@$(PY) -m tests.bench.engine_soak >> $(VENV)/figures.log
 	@$(PY) -m tests.support.figures < $(VENV)/figures.log
 
 docs: setup ## Write docs/reference from the code (a test fails when it is not what the code says)

@@ -134,11 +134,20 @@ def errors() -> str:
 
 def metrics() -> str:
     from statetap.coordinator.metrics import METRICS
+    from statetap.engine.metrics import METRICS as ENGINE
 
-    rows = [(f"`{m.name}`", m.type, ", ".join(f"`{label}`" for label in m.labels), m.help) for m in METRICS]
-    return page(
-        "Metrics", ["`GET /metrics` of the coordinator, in Prometheus' text format.", "", *table("Name | Type | Labels | What it is", rows)]
-    )
+    head = "Name | Type | Labels | What it is"
+    lines = ["## Coordinator", "", "`GET /metrics` of the coordinator, in Prometheus' text format.", ""]
+    lines += table(head, [(f"`{m.name}`", m.type, ", ".join(f"`{label}`" for label in m.labels), m.help) for m in METRICS])
+    lines += [
+        "## Engine",
+        "",
+        "`GET /statetap/metrics` of an engine, in the same format. SGLang's own are at its `/metrics`, with `--enable-metrics`. The counts "
+        "begin with the engine, and those of the scheduler's process are half a second old at most.",
+        "",
+    ]
+    lines += table(head, [(f"`{m.name}`", m.type, f"`{m.label}`" if m.label else "", m.help) for m in ENGINE.values()])
+    return page("Metrics", lines)
 
 
 # command line

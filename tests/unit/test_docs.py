@@ -57,3 +57,11 @@ def test_make_help_lists_the_targets_of_the_readme() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in set(re.findall(r"`?make ([a-z]+)", README.read_text())):
         assert re.search(rf"^{target}\s", listed, re.M), target
+
+
+def test_the_tests_that_the_table_of_traps_names_are_there() -> None:
+    text = (ROOT / "docs" / "engine-traps.md").read_text()
+    named = re.findall(r"`(\w+/\w+\.py)::(\w+)`", text)
+    assert len(named) > 25
+    for path, test in named:
+        assert re.search(rf"^(async )?def {test}\(", (ROOT / "tests" / path).read_text(), re.M), f"{path}::{test}"

@@ -39,7 +39,7 @@ def test_it_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
     """Another folder, another environment, another hash seed: settings of this host must not get into it."""
     code = "from tests.support import reference as r; import sys; sys.stdout.write(''.join(r.PAGES[n]() for n in sorted(r.PAGES)))"
     env = {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}",
         "PYTHONHASHSEED": "7",
         "STATETAP_PORT": "1",
         "STATETAP_STORE": "/elsewhere",
@@ -86,8 +86,9 @@ def test_every_operation_command_code_and_metric_is_named() -> None:
             f"`{o}`" in section for p in command.params if not p.hidden and p.param_type_name == "option" for o in p.opts if o != "--help"
         )
     from statetap.coordinator.metrics import METRICS
+    from statetap.engine.metrics import METRICS as ENGINE
 
-    assert all(f"| `{m.name}` |" in page("metrics") for m in METRICS)
+    assert all(f"| `{m.name}` |" in page("metrics") for m in (*METRICS, *ENGINE.values()))
 
 
 def test_every_link_to_a_schema_leads_to_one() -> None:

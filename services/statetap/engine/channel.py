@@ -83,6 +83,17 @@ class Outcomes:
             self._news.wait_for(lambda: name in self._facts, timeout)
             return self._facts.get(name)
 
+    def fact(self, name: str) -> Any:
+        """A fact as it was told last, or None."""
+        with self._lock:
+            return self._facts.get(name)
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose outcome is expected."""
+        with self._lock:
+            return len(self._waiting)
+
     def _accept(self) -> None:
         while True:
             connection, _ = self._server.accept()

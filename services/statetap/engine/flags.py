@@ -20,40 +20,76 @@ OURS = {
     "--trust-remote-code": "give it before the --",
 }
 
-_PREFILL_GRAPH = "taps do not run in the replay of a prefill graph"
-_DECODING = "it changes what a forward computes; capture needs plain prefill"
+CACHED = "tokens from a prefix cache have no states"
+COMPILED = "compiled layers do not run the taps"
+CONTEXT_PARALLEL = "context parallel prefill splits a prompt over ranks"
+DATA_PARALLEL = "data parallel needs a writer a rank; start several engines (--engines N)"
+DECODING = "it changes what a forward computes; capture needs plain prefill"
+DISAGGREGATION = "prefill and decode in one process is what is tapped"
+DP_ATTENTION = "data-parallel attention needs a writer a rank"
+NO_HTTP = "the reply that waits for the tap file is HTTP"
+NO_PREFILL = "there is no prefill by /generate"
+ONE_PROCESS = "replies are matched with tap files in one process"
+PIPELINE = "a pipeline stage sees only its own layers"
+PREFILL_GRAPH = "taps do not run in the replay of a prefill graph"
+SCATTERED = "it scatters the residual stream over ranks"
+SEVERAL_HOSTS = "an engine over several hosts is not supported yet"
+TRUNCATE = "a prompt would be cut in silence"
+TWO_BATCH = "two-batch overlap splits a forward"
+
 REFUSED = {
-    "--allow-auto-truncate": "a prompt would be cut in silence",
-    "--attn-cp-size": "context parallel prefill splits a prompt over ranks",
-    "--attention-context-parallel-size": "context parallel prefill splits a prompt over ranks",
-    "--attn-dp-size": "data-parallel attention needs a writer a rank",
+    "--allow-auto-truncate": TRUNCATE,
+    "--attention-context-parallel-size": CONTEXT_PARALLEL,
+    "--attention-data-parallel-size": DP_ATTENTION,
+    "--attn-cp-size": CONTEXT_PARALLEL,
+    "--attn-dp-size": DP_ATTENTION,
     "--config": "flags in a file cannot be checked; name them after the --",
-    "--cuda-graph-backend-prefill": _PREFILL_GRAPH,
-    "--cuda-graph-bs-prefill": _PREFILL_GRAPH,
-    "--data-parallel-size": "data parallel needs a writer a rank; start several engines (--engines N)",
-    "--disaggregation-mode": "prefill and decode in one process is what is tapped",
-    "--dllm-algorithm": _DECODING,
-    "--dp-size": "data parallel needs a writer a rank; start several engines (--engines N)",
-    "--dp": "data parallel needs a writer a rank; start several engines (--engines N)",
-    "--enable-dp-attention": "data-parallel attention needs a writer a rank",
-    "--enable-layernorm-sp": "layernorm sequence parallel scatters the residual stream over ranks",
-    "--enable-mixed-chunk-tbo": "two-batch overlap splits a forward",
-    "--enable-piecewise-cuda-graph": _PREFILL_GRAPH,
+    "--cuda-graph-backend-prefill": PREFILL_GRAPH,
+    "--cuda-graph-bs-prefill": PREFILL_GRAPH,
+    "--cuda-graph-config": PREFILL_GRAPH,
+    "--data-parallel-size": DATA_PARALLEL,
+    "--dcp-size": CONTEXT_PARALLEL,
+    "--decode-context-parallel-size": CONTEXT_PARALLEL,
+    "--decoupled-spec-role": DECODING,
+    "--disaggregation-mode": DISAGGREGATION,
+    "--dllm-algorithm": DECODING,
+    "--dp": DATA_PARALLEL,
+    "--dp-size": DATA_PARALLEL,
+    "--dwdp-size": DATA_PARALLEL,
+    "--enable-attn-tp-input-scattered": SCATTERED,
+    "--enable-dp-attention": DP_ATTENTION,
+    "--enable-flexkv": CACHED,
+    "--enable-hicache": CACHED,
+    "--enable-hierarchical-cache": CACHED,
+    "--enable-http-worker-reuseport": ONE_PROCESS,
+    "--enable-layernorm-sp": SCATTERED,
+    "--enable-lmcache": CACHED,
+    "--enable-mis": "several items in one prompt are masked from each other",
+    "--enable-multi-layer-eagle": DECODING,
     "--enable-pdmux": "it interleaves prefill and decode on one GPU",
+    "--enable-piecewise-cuda-graph": PREFILL_GRAPH,
+    "--enable-prefill-cp": CONTEXT_PARALLEL,
     "--enable-return-aux-hidden-states": "the taps do it; two captures would cost twice",
-    "--enable-torch-compile": "compiled layers do not run the taps",
-    "--enable-two-batch-overlap": "two-batch overlap splits a forward",
-    "--encoder-only": "there is no prefill to tap",
-    "--grpc-mode": "the reply that waits for the tap file is HTTP",
-    "--smg-grpc-mode": "the reply that waits for the tap file is HTTP",
-    "--is-embedding": "there is no prefill by /generate",
-    "--nnodes": "an engine over several hosts is not supported yet",
-    "--pipeline-parallel-size": "a pipeline stage sees only its own layers",
-    "--pp-size": "a pipeline stage sees only its own layers",
-    "--pp": "a pipeline stage sees only its own layers",
-    "--speculative-algorithm": _DECODING,
-    "--speculative-draft-model-path": _DECODING,
-    "--tokenizer-worker-num": "replies are matched with tap files in one process",
+    "--enable-scattered-sconv": SCATTERED,
+    "--enable-session-radix-cache": CACHED,
+    "--enable-streaming-session": CACHED,
+    "--enable-torch-compile": COMPILED,
+    "--enable-two-batch-overlap": TWO_BATCH,
+    "--encoder-only": NO_PREFILL,
+    "--grpc-mode": NO_HTTP,
+    "--is-embedding": NO_PREFILL,
+    "--moe-data-parallel-size": DATA_PARALLEL,
+    "--moe-dp-size": DATA_PARALLEL,
+    "--nnodes": SEVERAL_HOSTS,
+    "--pipeline-parallel-size": PIPELINE,
+    "--pp": PIPELINE,
+    "--pp-size": PIPELINE,
+    "--radix-cache-backend": CACHED,
+    "--smg-grpc-mode": NO_HTTP,
+    "--speculative-algorithm": DECODING,
+    "--speculative-draft-model": DECODING,
+    "--speculative-draft-model-path": DECODING,
+    "--tokenizer-worker-num": ONE_PROCESS,
     "--use-ray": "the launcher starts SGLang's own processes",
 }
 """Flag -> why. Environment switches are checked too: see :func:`check_environment`."""
@@ -62,18 +98,29 @@ REFUSED_ENVIRONMENT = {"SGLANG_RUST_SERVER": "the Rust server bypasses the proce
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raises EngineError ``flag_refused`` that names the first flag of ``flags`` that breaks capture."""
+    """Raises EngineError ``flag_refused`` that names the first flag of ``flags`` that breaks capture.
+
+    SGLang's parser takes unambiguous beginnings of a flag too (``--enable-dp-att``), so those are refused with it.
+    """
     for flag in flags:
         name = flag.split("=", 1)[0].replace("_", "-") if flag.startswith("--") else ""
-        why = REFUSED.get(name) or OURS.get(name)
+        full = _full(name)
+        why = REFUSED.get(full) or OURS.get(full)
         if why:
-            raise EngineError(ErrorCode.FLAG_REFUSED, f"{name}: {why}")
+            raise EngineError(ErrorCode.FLAG_REFUSED, f"{full if full == name else f'{name} ({full})'}: {why}")
+
+
+def _full(name: str) -> str:
+    """The flag of our tables that ``name`` is, or is the beginning of; else the name. (A test sees that no whole flag is such a beginning.)"""
+    if len(name) <= len("--") or name in REFUSED or name in OURS:
+        return name
+    return next((flag for flag in (*REFUSED, *OURS) if flag.startswith(name)), name)
 
 
 def check_environment(environment: dict[str, str]) -> None:
     """Raises EngineError ``flag_refused`` for an SGLang switch of the environment that breaks capture."""
     for name, why in REFUSED_ENVIRONMENT.items():
-        if environment.get(name, "").lower() in ("1", "true", "yes"):
+        if environment.get(name, "").lower() in ("1", "true", "yes", "y"):
             raise EngineError(ErrorCode.FLAG_REFUSED, f"{name}: {why}")
 
 

@@ -19,6 +19,9 @@ from .settings import EngineSettings
 
 _DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _NORM_NAMES = ("norm", "final_layernorm", "norm_f", "ln_f")
+NOT_ADMITTED = 7
+"""Tokens by which the longest prompt that SGLang admits is shorter than the context length (0.5.12 to 0.5.23: managers/tp_worker.py takes
+off 1 + 5 and managers/utils.py asks for less than that)."""
 _NOT_TEXT = ("vis", "audio", "encoder", "mtp", "nextn")
 
 
@@ -98,8 +101,7 @@ def capture_profile(runner: Any, stack: Any, settings: EngineSettings) -> Captur
         hidden=int(config.hidden_size),
         num_layers=num_layers,
         vocab_size=int(text.vocab_size),
-        # The longest prompt that SGLang admits is below the context length by the token that it would generate.
-        max_length=int(config.context_len) - 1,
+        max_length=int(config.context_len) - NOT_ADMITTED,
         norm=final_norm_spec(final_norm(stack), settings.final),
         sglang_version=sglang.__version__,
         plugin_version=__version__,

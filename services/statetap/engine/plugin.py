@@ -14,6 +14,7 @@ import os
 import pkgutil
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..contracts.capture import NORM_FILE, lease_of
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
 from . import replies
 from .failure import write_failure
+from .modes import check_modes
 from .settings import current
 
 logger = logging.getLogger(__name__)
@@ -42,15 +44,21 @@ class _Scheduler:
 
 
 # ---------------------------------------------------------------- hooks, scheduler side
-def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+def around_load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     if runner.is_draft_worker:
-        return
+        return original(runner, *args, **kwargs)
+    try:
+        check_modes(runner.server_args)
+    except StatetapError as e:  # before the weights are read, which can take minutes
+        raise fail(e) from e
+    result = original(runner, *args, **kwargs)
     try:
         _attach(runner)
     except StatetapError as e:
         raise fail(e) from e
     except Exception as e:
         raise fail(EngineError(ErrorCode.ENGINE_START_FAILED, f"the taps could not be set: {e!r}")) from e
+    return result
 
 
 def _attach(runner: Any) -> None:
@@ -91,9 +99,22 @@ def _attach(runner: Any) -> None:
         save_file(tensors, part, metadata=metadata)
         part.replace(settings.tap_dir / NORM_FILE)
         _Scheduler.sender.send({"fact": "profile", "value": profile.to_dict()})
+        from .metrics import report
         from .sweep import sweep_forever
 
+        report(_Scheduler.sender, _metrics(_Scheduler.taps, _Scheduler.writers, ring))
+
         threading.Thread(target=sweep_forever, args=(settings.tap_dir,), name="statetap-sweep", daemon=True).start()
+
+
+def _metrics(taps: Any, writers: Any, ring: Any) -> Callable[[], dict[str, Any]]:
+    from .metrics import total
+
+    def read() -> dict[str, Any]:
+        gauges = {"open_files": writers.open_files, "ring_used_bytes": ring.used, "ring_limit_bytes": ring.limit}
+        return {**total([taps.tally, *writers.tallies]), **gauges}
+
+    return read
 
 
 def _is_writing_rank() -> bool:
@@ -172,7 +193,7 @@ def note_semaphores() -> None:
 # ---------------------------------------------------------------- registration
 # target -> (hook, kind, parameters that the target must have)
 HOOKS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (after_load_model, "AFTER", ("self",)),
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (around_load_model, "AROUND", ("self",)),
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": (around_forward, "AROUND", ("self", "forward_batch")),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (after_init_new, "AFTER", ("batch", "model_runner")),
     "sglang.srt.managers.scheduler.Scheduler.abort_request": (before_abort, "BEFORE", ("self", "recv_req")),

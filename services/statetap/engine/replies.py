@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,9 +21,20 @@ from .settings import current
 logger = logging.getLogger(__name__)
 
 DISCONNECT_POLL_S = 1.0
+GONE = "gone"  # no reply was made: the client went away, or SGLang refused or ended the request itself
 
 OUTCOMES: Outcomes | None = None
 """Set by the launcher in the main process before SGLang starts; None in every other process."""
+
+RESULTS: Counter[str] = Counter()
+"""Replies by result: ok, an error code, or gone. All in the event loop."""
+_waited_s = 0.0
+
+
+def metrics() -> dict[str, Any]:
+    """This process's part of the engine's metrics (metrics.py)."""
+    waiting = OUTCOMES.waiting if OUTCOMES is not None else 0
+    return {"replies": dict(RESULTS), "reply_wait_seconds": round(_waited_s, 6), "replies_waiting": waiting}
 
 
 def before_tokenize(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,8 +58,9 @@ def around_wait(original: Any, manager: Any, obj: Any, request: Any = None, *arg
 
 
 async def _wait_with_file(outcomes: Outcomes, manager: Any, obj: Any, request: Any, inner: Any) -> AsyncIterator[Any]:
+    global _waited_s
     future = outcomes.expect(obj.rid)
-    kept = False
+    kept, result = False, GONE
     try:
         async for out in inner:
             reason = out["meta_info"].get("finish_reason")
@@ -55,16 +68,22 @@ async def _wait_with_file(outcomes: Outcomes, manager: Any, obj: Any, request: A
                 loop = asyncio.get_running_loop()
                 answered = loop.time()
                 reply = await _outcome(future, request, reason)
-                reply = {**reply, "held_s": round(loop.time() - answered, 4)}
+                # SGLang looks for closed connections every 4 s, and not after the forward: a file that nobody was told of would stay.
+                await _refuse_gone(request)
+                held = loop.time() - answered
+                _waited_s += held
+                reply = {**reply, "held_s": round(held, 4)}
                 out["meta_info"]["capture"] = reply
                 # The HTTP server takes one item of a plain request's generator and drops it: no abort after this.
                 kept = reply["status"] == STATUS_OK
+                result = STATUS_OK if kept else reply["code"]
             yield out
     finally:
-        await inner.aclose()
         outcomes.forget(obj.rid)
+        RESULTS[result] += 1
         if not kept:  # aborted, gone, late or failed: the writer removes what there is
             _abort(manager, obj.rid)
+        await inner.aclose()
 
 
 async def _outcome(future: asyncio.Future[dict[str, Any]], request: Any, reason: Any) -> dict[str, Any]:
@@ -82,8 +101,12 @@ async def _outcome(future: asyncio.Future[dict[str, Any]], request: Any, reason:
         try:
             return await asyncio.wait_for(asyncio.shield(future), min(left, DISCONNECT_POLL_S))
         except TimeoutError:
-            if request is not None and await request.is_disconnected():
-                raise ValueError("capture: the client is gone") from None
+            await _refuse_gone(request)
+
+
+async def _refuse_gone(request: Any) -> None:
+    if request is not None and await request.is_disconnected():
+        raise ValueError("capture: the client is gone")
 
 
 def _abort(manager: Any, rid: str) -> None:

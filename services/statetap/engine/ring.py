@@ -29,7 +29,7 @@ class Ring:
     """``limit`` bytes. ``memory`` is the pinned block (a uint8 tensor), made at the first use on a GPU."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._lock = threading.Lock()
         self._regions: deque[Region] = deque()  # in the order taken; the space of one is free when all before it are
         self._memory: Any = None
@@ -39,7 +39,7 @@ class Ring:
         if self._memory is None:
             import torch
 
-            self._memory = torch.empty(self._limit, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(self.limit, dtype=torch.uint8, pin_memory=True)
         return self._memory
 
     def take(self, size: int, holders: int) -> Region | None:
@@ -54,11 +54,11 @@ class Ring:
                 wrapped = self._regions[-1].start < head
                 if wrapped:
                     start = tail if tail + size <= head else -1
-                elif tail + size <= self._limit:
+                elif tail + size <= self.limit:
                     start = tail
                 else:
                     start = 0 if size <= head else -1
-            if start < 0 or start + size > self._limit:
+            if start < 0 or start + size > self.limit:
                 return None
             region = Region(self, start, size, holders)
             self._regions.append(region)

@@ -26,7 +26,7 @@ from typing import Any
 from statetap.contracts.capture import LEASE_FILE, READY_FILE, STATUS_OK, new_lease, new_rid
 from statetap.contracts.errors import EngineError, ErrorCode, StatetapError
 from statetap.contracts.profile import CaptureProfile
-from statetap.engine import replies
+from statetap.engine import metrics, replies
 from statetap.engine.channel import Outcomes
 from statetap.engine.failure import write_failure
 from statetap.engine.plugin import note_semaphores
@@ -68,11 +68,24 @@ def _serve(settings: EngineSettings, argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     server_args = prepare_server_args(argv)
+    add_metrics(outcomes)
     threading.Thread(target=_become_ready, args=(settings, outcomes), name="statetap-ready", daemon=True).start()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def add_metrics(outcomes: Outcomes) -> None:
+    """``GET /statetap/metrics`` on SGLang's own application (behind its API key, if it has one)."""
+    from fastapi.responses import PlainTextResponse
+    from sglang.srt.entrypoints.http_server import app
+
+    async def scrape() -> PlainTextResponse:
+        values = {**(outcomes.fact(metrics.FACT) or {}), **replies.metrics()}
+        return PlainTextResponse(metrics.render(values), media_type="text/plain; version=0.0.4")
+
+    app.add_api_route("/statetap/metrics", scrape, methods=["GET"], include_in_schema=False)
 
 
 def _become_ready(settings: EngineSettings, outcomes: Outcomes) -> None:

@@ -17,6 +17,7 @@ import torch
 from ..contracts.errors import ErrorCode
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS
+from .metrics import Tally
 from .model import final_norm
 from .ring import ALIGN, Region, Ring
 from .writer import Rows, Writers
@@ -59,6 +60,7 @@ class Taps:
         self.last_output: Any = None  # what the stack returned: the self-check takes SGLang's own capture from it
         self.observe: Any = None  # the self-check's way in: called with (buffers, plan) at the end of a forward
         self._side_stream: Any = None
+        self.tally = Tally()
         for b in profile.boundaries:
             if b < self.num_layers:
                 layer = stack.layers[b]
@@ -103,38 +105,52 @@ class Taps:
             return
         if self.profile.final not in ("pre", "both"):
             del buffers[FINAL_PRE]
-        buffers[INPUT_IDS] = input_ids[: plan.rows].to(torch.int32)
-        region = self._ring.take(sum(-(-t.nbytes // ALIGN) * ALIGN for t in buffers.values()), len(plan.spans))
+        buffers[INPUT_IDS] = input_ids[: plan.rows].to(torch.int32, copy=True)
+        size = sum(-(-t.nbytes // ALIGN) * ALIGN for t in buffers.values())
+        region = self._ring.take(size, len(plan.spans))
         if region is None:
             for span in plan.spans:
-                self.writers.fail(span.rid, ErrorCode.CAPTURE_BACKPRESSURE, "the ring between GPU and tap is full")
+                self.writers.fail(span.rid, ErrorCode.CAPTURE_BACKPRESSURE, f"no room for {size} bytes in the ring between GPU and tap")
             return
-        host, ready = self._to_host(buffers, region)
+        self.tally.forwards += 1
+        self.tally.copied_bytes += size
+        try:
+            host, ready, begun = self._to_host(buffers, region)
+        except Exception as e:
+            logger.exception("statetap: copying the states of a forward")
+            for span in plan.spans:
+                region.done()
+                self.writers.fail(span.rid, ErrorCode.CAPTURE_INCOMPLETE, f"copying the states: {e!r}")
+            return
         for s in plan.spans:
             rows = {name: t[s.start : s.start + s.rows] for name, t in host.items()}
-            self.writers.put(Rows(rid=s.rid, total=s.total, position=s.position, planes=rows, region=region, ready=ready))
+            self.writers.put(Rows(rid=s.rid, total=s.total, position=s.position, planes=rows, region=region, ready=ready, begun=begun))
+            begun = None
 
     def abandon(self) -> None:
         """The forward raised: its rows are nothing."""
         self._plan, self._buffers = None, {}
 
-    def _to_host(self, buffers: dict[str, torch.Tensor], region: Region) -> tuple[dict[str, torch.Tensor], Any]:
-        """Copies on a side stream into the ring's region, and the event after which they are there; on the CPU the buffers as they are."""
+    def _to_host(self, buffers: dict[str, torch.Tensor], region: Region) -> tuple[dict[str, torch.Tensor], Any, Any]:
+        """Copies on a side stream into the ring's region, and the events after and before them; on the CPU the buffers as they are."""
         if next(iter(buffers.values())).device.type != "cuda":
-            return buffers, None
+            return buffers, None, None
         memory, at, host = self._ring.memory(), region.start, {}
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream()
         self._side_stream.wait_stream(torch.cuda.current_stream())
+        begun = torch.cuda.Event(enable_timing=True)
+        # A writer that waits for it sleeps, and leaves its core to the scheduler.
+        ready = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._side_stream):
+            begun.record(self._side_stream)
             for name, t in buffers.items():
                 host[name] = memory[at : at + t.nbytes].view(t.dtype).view(t.shape)
                 host[name].copy_(t, non_blocking=True)
                 t.record_stream(self._side_stream)  # the forward stream must not reuse it before the copy
                 at += -(-t.nbytes // ALIGN) * ALIGN
-            ready = torch.cuda.Event(blocking=True)  # a writer that waits sleeps, and leaves its core to the scheduler
             ready.record(self._side_stream)
-        return host, ready
+        return host, ready, begun
 
     # -------------------------------------------------------------- hooks in the forward
     def _layer_hook(self, b: int, layer: Any) -> Any:
