@@ -95,7 +95,10 @@ def readme_table() -> str:
     """The README's figures, from docs/figures.json."""
     have = {f["name"]: f["value"] for f in json.loads(FIGURES.read_text())}
     lines = ["| Figure | Seen | Goal |", "|---|---|---|"]
-    lines += [f"| {text} | {have[name]:,.0f} | {goal} |" if have[name] >= 1000 else f"| {text} | {have[name]:.4g} | {goal} |" for name, text, goal in ROWS]
+    lines += [
+        f"| {text} | {have[name]:,.0f} | {goal} |" if have[name] >= 1000 else f"| {text} | {have[name]:.4g} | {goal} |"
+        for name, text, goal in ROWS
+    ]
     lines += [
         "",
         "| Real SGLang on this CPU, tiny model | rows/s | tok/s | RSS: coordinator | ingestion | worker (of 2) | engine |",
