@@ -179,7 +179,8 @@ def test_ready_names_the_profile_and_the_self_check_has_controls(engine: Engine)
     check = ready["self_check"]
     assert check["ok"] and check["checked_by"] == "attention_input"
     assert set(check["boundaries"]) == {"0", "3", "5"}
-    assert all(error <= TOLERANCE for error in check["own_capture"].values()) and len(check["own_capture"]) == 3
+    own = check["own_capture"]  # before 0.5.22 SGLang has none of boundary 0
+    assert all(error <= TOLERANCE for error in own.values()) and {"3", "5"} <= set(own)
     assert all(v["error"] <= TOLERANCE < 0.05 < v["shifted"] for v in [*check["boundaries"].values(), check["final"]])
     with safe_open(str(engine.tap / NORM_FILE), "pt") as f:
         assert f.get_tensor("weight").shape == (64,) and f.get_tensor("weight").dtype == torch.float32
