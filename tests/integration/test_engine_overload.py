@@ -5,7 +5,6 @@ stand still, and a prefix cache that nobody asked for.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
@@ -16,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from statetap.contracts.capture import READY_FILE
-from statetap.engine.failure import FAILED_FILE
 from statetap.engine.tiny import make_tiny
 from tests.support.engine import Engine, start_engine, wait_ready
 from tests.support.engine_load import Ids, Load, References, load, prompts
@@ -177,12 +174,3 @@ async def test_a_prefix_cache_makes_errors_and_never_short_files(engine: Engine)
         for s in again:
             assert s.capture["code"] == "capture_incomplete" and "prefix cache" in s.capture["message"], s.capture
         assert len(on.files()) == 1
-
-
-def test_a_prefix_cache_that_is_on_is_refused_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
-    engine = start_engine(model, tmp_path / "tap", tmp_path / "log", env=site("prefix_cache,refused"))
-    assert engine.process.wait(120) == 3
-    failure = json.loads((engine.tap / FAILED_FILE).read_text())
-    assert failure["code"] == "flag_refused" and "disable_radix_cache = False" in failure["message"], failure
-    assert not (engine.tap / READY_FILE).exists()
-    assert "Load weight begin" not in engine.log.read_text()

@@ -82,6 +82,8 @@ _ABSENT = object()
 
 def resolved(server_args: Any, name: str) -> Any:
     """A setting as SGLang resolved it: from 0.5.20 on ServerArgs keeps what was asked for, and the answer stands beside it."""
+    if not hasattr(server_args, name):
+        return _ABSENT
     try:
         from sglang.srt.arg_groups.overrides import resolution_result
     except ImportError:

@@ -22,7 +22,8 @@ from ..contracts.capture import NORM_FILE, lease_of
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
 from . import replies
 from .failure import write_failure
-from .modes import check_modes
+from .modes import check_modes, resolved
+from .ring import ALIGN
 from .settings import current
 
 logger = logging.getLogger(__name__)
@@ -80,12 +81,7 @@ def _attach(runner: Any) -> None:
         _Scheduler.sender = Sender(settings.notify)
         _Scheduler.writers = Writers(settings.tap_dir, profile, _Scheduler.sender, threads=settings.writers)
     ring = Ring(settings.ring_bytes)
-    chunk = max(int(getattr(runner.server_args, "chunked_prefill_size", 0) or 0), 0)
-    if 2 * chunk * profile.bytes_per_token > settings.ring_bytes:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"STATETAP_ENGINE_RING_BYTES={settings.ring_bytes} holds less than two forwards of {chunk} tokens of {profile.bytes_per_token} bytes",
-        )
+    check_ring(settings.ring_bytes, forward_tokens(runner.server_args), profile.bytes_per_token)
     if _Scheduler.writers is not None and str(runner.device).startswith("cuda"):
         ring.memory()  # now, and not in the first forward
     _Scheduler.taps = Taps(stack, profile, _Scheduler.writers, ring)
@@ -105,6 +101,25 @@ def _attach(runner: Any) -> None:
         report(_Scheduler.sender, _metrics(_Scheduler.taps, _Scheduler.writers, ring))
 
         threading.Thread(target=sweep_forever, args=(settings.tap_dir,), name="statetap-sweep", daemon=True).start()
+
+
+def forward_tokens(server_args: Any) -> int:
+    """The largest prefill forward, in tokens: a chunk, or without chunking what SGLang puts into one (a longer prompt runs alone)."""
+    for name in ("chunked_prefill_size", "max_prefill_tokens"):
+        value = resolved(server_args, name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def check_ring(ring_bytes: int, tokens: int, bytes_per_token: int) -> None:
+    """Raises EngineError unless two forwards fit: one is written while the next one comes."""
+    need = 2 * (tokens * (bytes_per_token + 4) + 4 * ALIGN)  # ids too; at most four tensors, each aligned
+    if need > ring_bytes:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"STATETAP_ENGINE_RING_BYTES={ring_bytes} holds less than two forwards of {tokens} tokens of {bytes_per_token} bytes: {need} are needed",
+        )
 
 
 def _metrics(taps: Any, writers: Any, ring: Any) -> Callable[[], dict[str, Any]]:

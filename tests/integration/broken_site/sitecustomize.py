@@ -63,7 +63,7 @@ class _Loader(importlib.abc.Loader):
         if "prefix_cache" in WHAT and module.__name__ == "statetap.engine.flags":
             argv = module.server_argv
             module.server_argv = lambda **given: [a for a in argv(**given) if a != "--disable-radix-cache"]
-        if "prefix_cache" in WHAT and "refused" not in WHAT and module.__name__ == "statetap.engine.modes":
+        if "prefix_cache" in WHAT and module.__name__ == "statetap.engine.modes":
             module.check_modes = lambda server_args: None
 
 
