@@ -15,6 +15,7 @@ from safetensors.torch import load, load_file
 
 from statetap.contracts.capture import new_lease
 from statetap.contracts.errors import ErrorCode, RowError, StoreError
+from statetap.contracts.layout import NORM
 from statetap.contracts.sample_format import Encoding, SampleFormat
 from statetap.contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS, LOSS_MASK, tap_header
 from statetap.store.check import words_of
@@ -317,6 +318,16 @@ def test_rows_are_taken_from_jobs_of_the_same_format_only(tmp_path: Path, encodi
     for r in taken:
         assert os.path.samefile(store / "jobs/new" / r.path, job.file(r.row))
     source.close()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_norm_that_is_not_there_is_not_called_a_corrupt_sample(tmp_path: Path, encoding: str) -> None:
+    job = FinishedJob(tmp_path / "job", lengths=(5,), bad=(), hidden=64, encoding=encoding)
+    items = JobDataset(job.path, final="post")
+    (job.path / NORM).unlink()
+    with pytest.raises(StoreError, match="final norm") as e:
+        items[0]
+    assert e.value.code == ErrorCode.FILE_MISSING
 
 
 def test_a_file_of_another_encoding_is_no_file_of_this_job(tmp_path: Path) -> None:

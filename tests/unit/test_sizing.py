@@ -97,4 +97,10 @@ def test_a_refusal_lists_other_encodings_with_their_bytes() -> None:
     e = refused(counts, FP8, Room(free=5, reserved=0, kept_free=0))
     assert e is not None and "encoding=" not in e.message
     e = refused(counts, ZSTD, Room(free=most - 1, reserved=0, kept_free=0))
-    assert e is not None and "at most" in e.message and "encoding=fp8" in e.message and "encoding=zstd" not in e.message
+    assert (
+        e is not None
+        and "at most" in e.message
+        and "rows=2: at most " in e.message
+        and "encoding=fp8" in e.message
+        and "encoding=zstd" not in e.message
+    )

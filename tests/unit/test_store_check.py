@@ -8,8 +8,9 @@ import xxhash
 
 from statetap.contracts.errors import ErrorCode, RowError
 from statetap.contracts.profile import CaptureProfile
+from statetap.contracts.sample_format import CHUNK
 from statetap.contracts.tensors import AUX, BLOCK, tap_header
-from statetap.store.check import CHECK_BLOCK, check_ids, check_states, check_tap_header
+from statetap.store.check import check_ids, check_states, check_tap_header
 from tests.support.jobs import StateMaker, profile
 
 WORD = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
@@ -33,7 +34,7 @@ def test_good_states_pass_and_every_byte_is_hashed_in_order(dtype: str, final: s
     p = profile(dtype=dtype, final=final, hidden=1024)
     ids = np.arange(1, 200, dtype=np.int32)
     payload = states(p, ids).view(np.uint8)
-    assert len(payload) > CHECK_BLOCK  # several blocks
+    assert len(payload) > CHUNK  # several blocks
     digest = xxhash.xxh3_64()
     check_states(p, len(ids), np.concatenate([np.zeros(BLOCK, np.uint8), payload]), digest.update)
     assert digest.hexdigest() == xxhash.xxh3_64_hexdigest(payload.data)

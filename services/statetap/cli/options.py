@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..client import Client, DatasetOptions
+from ..contracts.boundaries import split_boundaries
 from ..engine.draft import resolve_boundaries
 from .completing import complete_codes, complete_jobs
 from .output import Out
@@ -106,13 +107,6 @@ class Rows(OptionSet):
         return {**options, "tokenizer": local(name)} if name else options
 
 
-def _boundaries(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of integers such as 2,16,29") from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kept(OptionSet):
     """What a job keeps of what its engine captures."""
@@ -120,7 +114,7 @@ class Kept(OptionSet):
     boundaries: Annotated[
         Any,  # a list, to typer, would be an option that is given several times
         typer.Option(
-            "--boundaries", parser=_checked(_boundaries), metavar="B,B,…", help="Of the captured ones, in this order. Default: all."
+            "--boundaries", parser=_checked(split_boundaries), metavar="B,B,…", help="Of the captured ones, in this order. Default: all."
         ),
     ] = None
     encoding: Annotated[

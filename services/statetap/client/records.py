@@ -228,6 +228,7 @@ class SmallerJob(Answer):
     tokens: int = 0
     bytes: int = 0
     fits: bool = True
+    exact: bool = True
     expected_bytes: int | None = None
 
 

@@ -28,10 +28,18 @@ def parse_boundaries(text: str, num_layers: int) -> tuple[int, ...]:
     if text.strip() in ("", "default"):
         return default_boundaries(num_layers)
     try:
-        bs = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"boundaries: {text!r} is not a list of integers such as 2,16,29") from None
+        bs = split_boundaries(text)
+    except ValueError as e:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"boundaries: {e}") from None
     return validate_boundaries(bs, num_layers)
+
+
+def split_boundaries(text: str) -> tuple[int, ...]:
+    """``"2,16,29"`` -> integers, of whatever model. Raises ValueError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of integers such as 2,16,29") from None
 
 
 def validate_boundaries(bs: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from .profile import ITEM_SIZES, CaptureProfile
-from .tensors import AUX, BLOCK, FINAL_POST, FINAL_PRE, INPUT_IDS, LOSS_MASK, Header, Plane, header, state_planes
+from .tensors import BLOCK, INPUT_IDS, LOSS_MASK, Header, Plane, header, state_planes
 
 CHUNK = 512 * 1024  # bytes of states that are looked at, encoded and compressed at once: fits into the L2 cache
 
@@ -119,6 +119,3 @@ class SampleFormat:
         """Bytes of a sample file of so many tokens; at most so many where not :attr:`exact`."""
         base, per_token = self.costs
         return base + num_tokens * per_token
-
-
-__all__ = ["AUX", "CHUNK", "FINAL_POST", "FINAL_PRE", "PLANES", "SCALES", "Encoding", "SampleFormat"]

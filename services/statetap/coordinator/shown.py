@@ -118,6 +118,7 @@ SHOWN: dict[str, Any] = {
                 "tokens": 87804211,
                 "bytes": 1441149325312,
                 "fits": True,
+                "exact": True,
                 "expected_bytes": None,
             },
             {
@@ -128,6 +129,7 @@ SHOWN: dict[str, Any] = {
                 "tokens": 60900000,
                 "bytes": 1996783616000,
                 "fits": True,
+                "exact": True,
                 "expected_bytes": None,
             },
         ],

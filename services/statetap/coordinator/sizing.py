@@ -129,13 +129,13 @@ def _encodings(format: SampleFormat, size: Size, available: int, seen: Compresse
         need = size.bytes_in(replace(format, encoding=other.value))
         most = {"rows": size.accepted, "tokens": size.tokens, "bytes": need}
         if other == Encoding.FP8 and need <= available:
-            yield Alternative(change="states in FP8 (lossy)", field="encoding", value=other.value, fits=True, **most)
+            yield Alternative(change="states in FP8 (lossy)", field="encoding", value=other.value, fits=True, exact=True, **most)
         if other == Encoding.ZSTD and format.encoding == Encoding.RAW:
             expected = round(need * seen.ratio) if seen else None
             if available > (expected or 0):
                 change = f"states compressed (lossless): {'not known how small' if seen is None else f'as {seen.job_id}, {seen.ratio:.0%} of it'}"
                 yield Alternative(
-                    change=change, field="encoding", value=other.value, fits=need <= available, expected_bytes=expected, **most
+                    change=change, field="encoding", value=other.value, fits=need <= available, exact=False, expected_bytes=expected, **most
                 )
 
 
@@ -159,7 +159,7 @@ def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int)
             taken += len(counts)
     found = []
     if accepted:
-        found.append(_alternative("rows", cut_at, f"the first {cut_at:,} rows", accepted, tokens, used))
+        found.append(_alternative(format, "rows", cut_at, f"the first {cut_at:,} rows", accepted, tokens, used))
     lengths = np.arange(choice.longest + 1)
     by_length[0] = 0
     size_up_to = np.cumsum(by_length * (base + lengths * per_token))
@@ -168,6 +168,7 @@ def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int)
     if 0 < most < choice.longest and n:
         found.append(
             _alternative(
+                format,
                 "max_length",
                 most,
                 f"only rows of up to {most:,} tokens",
@@ -179,8 +180,17 @@ def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int)
     return found
 
 
-def _alternative(field: str, value: int, change: str, rows: int, tokens: int, size: int) -> Alternative:
-    return Alternative(change=change, field=field, value=value, rows=rows, tokens=tokens, bytes=size, fits=True)  # type: ignore[arg-type]
+def _alternative(format: SampleFormat, field: str, value: int, change: str, rows: int, tokens: int, size: int) -> Alternative:
+    return Alternative(
+        change=change,
+        field=field,  # type: ignore[arg-type]
+        value=value,
+        rows=rows,
+        tokens=tokens,
+        bytes=size,
+        fits=True,
+        exact=format.exact,
+    )
 
 
 def preflight(
@@ -217,7 +227,7 @@ def preflight(
 
 def told(a: Alternative) -> str:
     """Its bytes, for a person."""
-    if a.fits:
+    if a.exact:
         return f"{a.bytes:,} bytes"
     return f"at most {a.bytes:,} bytes{'' if a.expected_bytes is None else f', about {a.expected_bytes:,}'}"
 

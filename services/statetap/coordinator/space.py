@@ -28,7 +28,8 @@ class Alternative(BaseModel):
     value: int | str
     rows: int = Field(description="Rows that would be prefilled.")
     tokens: int
-    bytes: int = Field(description="Exact; of zstd an upper bound.")
+    bytes: int
+    exact: bool = Field(description="False: `bytes` is an upper bound (zstd).")
     fits: bool = Field(description="False: its upper bound does not, and what it will be is known afterwards only; `force` accepts it.")
     expected_bytes: int | None = Field(default=None, description="Of zstd: by what an earlier job of these states took.")
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ..contracts.errors import EngineError, ErrorCode, RequestError
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import FINAL_POST, FINAL_PRE, INPUT_IDS
-from .norms import GEMMA_RMSNORM, OTHER
-from .parity import Tensors, load_file
+from .norms import GEMMA_RMSNORM, OTHER, rms_normed
+from .parity import Tensors
 
 ROWS = 8192  # rows of the head in memory at once: 235 MB at H = 7168 in fp32
 
@@ -181,8 +182,7 @@ def compare_head(
         ids: list[int] = tensors[INPUT_IDS].tolist()
         final: Any = tensors[FINAL_PRE if weight is not None else FINAL_POST].float()
         if weight is not None:
-            final = final * torch.rsqrt(final.pow(2).mean(-1, keepdim=True) + profile.norm.eps)
-            final = final * (weight + (profile.norm.variant == GEMMA_RMSNORM))
+            final = rms_normed(final, weight, profile.norm.eps, offset=profile.norm.variant == GEMMA_RMSNORM)
         given, token, probability = ask_engine(url, ids)
         theirs = torch.tensor([*given, probability])
         ours, best = head.log_probabilities(final, [*ids[1:], token])

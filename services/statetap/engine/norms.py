@@ -47,11 +47,15 @@ def normed(norm: Any, x: torch.Tensor) -> torch.Tensor | None:
     variant, eps = variant_of(norm), eps_of(norm)
     if variant == OTHER or eps is None:
         return None
-    y, w = x.float(), norm.weight.data.float()
-    if variant == LAYERNORM:
-        y = y - y.mean(-1, keepdim=True)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    if variant == GEMMA_RMSNORM:
-        return y * (1.0 + w)
-    bias = getattr(norm, "bias", None)
-    return y * w + (bias.data.float() if variant == LAYERNORM and bias is not None else 0.0)
+    weight = norm.weight.data
+    if variant != LAYERNORM:
+        return rms_normed(x, weight, eps, offset=variant == GEMMA_RMSNORM)
+    y = x.float()
+    y, bias = rms_normed(y - y.mean(-1, keepdim=True), weight, eps), getattr(norm, "bias", None)
+    return y if bias is None else y + bias.data.float()
+
+
+def rms_normed(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:
+    """RMSNorm of ``x`` [T, H] by ``weight`` [H] in fp32; ``offset``: the weight is one from one (Gemma)."""
+    y, w = x.float(), weight.float()
+    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + w if offset else w)

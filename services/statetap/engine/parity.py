@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ..contracts.profile import CaptureProfile
 from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS
@@ -122,12 +122,6 @@ class Reference:
 
 
 Tensors = dict[str, torch.Tensor]
-
-
-def load_file(path: Path) -> Tensors:
-    """All tensors of a tap file, or of a raw sample file."""
-    with safe_open(str(path), "pt") as f:
-        return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
 
 
 def compare_files(

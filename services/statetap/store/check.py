@@ -22,8 +22,6 @@ Bytes = npt.NDArray[np.uint8]
 Update = Callable[[Any], object]
 """``update`` of a hash: takes anything with the buffer protocol."""
 
-CHECK_BLOCK = CHUNK
-
 # dtype -> (unsigned word, signed word, sign bit, exponent bits). A value is not finite when all its exponent bits are set.
 _WORDS: dict[str, tuple[Any, Any, int, int]] = {
     "BF16": (np.uint16, np.int16, 0x8000, 0x7F80),
@@ -62,11 +60,11 @@ class StateChecker:
         self._zero_rows: dict[str, int] = {}
 
     def blocks(self) -> Iterator[StateBlock]:
-        """All states in file order, in blocks of :data:`CHECK_BLOCK` bytes, or of one token where that is more."""
+        """All states in file order, in blocks of :data:`CHUNK` bytes, or of one token where that is more."""
         at = BLOCK
         for name, width in state_planes(self._profile):
             token_bytes = width * self._profile.hidden * SIZES[self._dtype]
-            step = max(1, CHECK_BLOCK // token_bytes)
+            step = max(1, CHUNK // token_bytes)
             for token in range(0, self._num_tokens, step):
                 size = min(step, self._num_tokens - token) * token_bytes
                 yield StateBlock(name=name, width=width, token=token, start=at, stop=at + size)
@@ -116,7 +114,7 @@ def check_states(profile: CaptureProfile, num_tokens: int, data: Bytes, update: 
 
 def largest_block(profile: CaptureProfile) -> int:
     """Bytes of the largest block of a row of this profile."""
-    return max(CHECK_BLOCK, max(width for _, width in state_planes(profile)) * profile.hidden * ITEM_SIZES[profile.dtype])
+    return max(CHUNK, max(width for _, width in state_planes(profile)) * profile.hidden * ITEM_SIZES[profile.dtype])
 
 
 def _zero_rows(block: npt.NDArray[Any], magnitude: int) -> list[int]:

@@ -19,7 +19,7 @@ from .fp8 import quantise
 Pieces = Iterator[Any]
 """Objects with the buffer protocol."""
 
-ZSTD_LEVEL = 1  # higher ones gain nothing on float bits and cost much (docs/performance.md)
+ZSTD_LEVEL = 1  # higher ones gain nothing on float bits and cost much (docs/adr/0016)
 
 
 class Encoder(Protocol):

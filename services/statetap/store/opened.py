@@ -39,6 +39,8 @@ def open_sample(path: Path, format: SampleFormat) -> Iterator[Tensors]:
         raise StoreError(ErrorCode.FILE_MISSING, f"{path}: its record names it, and it is not there") from e
     except (SafetensorError, OSError, KeyError) as e:
         raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e}") from e
+    except StoreError:
+        raise  # of another file that was read in the block (the norm)
     except StatetapError as e:
         raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e.message}") from e
 

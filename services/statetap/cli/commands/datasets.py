@@ -130,8 +130,7 @@ def estimate(
 
 
 def _bytes(e: Estimate | SmallerJob) -> str:
-    exact = e.exact if isinstance(e, Estimate) else e.field != "encoding" or e.value != "zstd"
-    if exact:
+    if e.exact:
         return size(e.bytes)
     return f"at most {size(e.bytes)}" + ("" if e.expected_bytes is None else f", about {size(e.expected_bytes)}")
 
