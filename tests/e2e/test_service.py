@@ -95,6 +95,35 @@ def test_a_part_of_the_boundaries_in_each_encoding(up: Up, client: Client, model
     assert refused.returncode != 0 and "engine_mismatch" in refused.stderr and f"--boundaries {other}" in refused.stderr
 
 
+@pytest.mark.parametrize("positions", ["loss_mask", "last:5"])
+def test_the_states_of_some_positions_are_those_of_transformers(
+    up: Up, client: Client, model: Path, tmp_path: Path, positions: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    masks = {}
+    tokenized(data, 60, 60, seed=36)
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    for n, line in enumerate(lines):  # two turns of an assistant
+        T = len(line["input_ids"])
+        masks[n] = line["loss_mask"] = [int(T // 3 <= t < T // 2 or t > T - 5 - n % 3) for t in range(T)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = cli("submit", data, "--positions", positions, "--watch", "--url", up.url)
+    assert made.returncode == 0, made.stderr
+    job = next(client.jobs())
+    assert (job.positions, job.state, job.rows.done) == (positions, "completed", 60) and job.bytes.committed == job.bytes.expected
+    assert verify_job(Path(job.path), up.store / "datasets" / job.dataset_id / "rows.arrow").ok
+    compared = cli("parity", job.path, "--model", model, "--samples", "4")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    items = JobDataset(job.path)
+    for n in range(60):
+        mask = masks[n]
+        T = len(mask)
+        wanted = range(T - 5, T) if positions == "last:5" else [t for t in range(T) if mask[t] or (t and mask[t - 1])]
+        assert items[n]["positions"].tolist() == list(wanted) and len(items[n]["final_hidden_states"]) == len(wanted)
+    exported = cli("export", job.path, "--format", "specforge", "--out", tmp_path / "out")
+    assert exported.returncode != 0 and "positions" in exported.stderr and not (tmp_path / "out").exists()
+
+
 def test_every_verb_speaks_json_about_the_running_stack(up: Up, client: Client, tmp_path: Path) -> None:
     data = tmp_path / "c.jsonl"
     tokenized(data, 120, 40, seed=34)

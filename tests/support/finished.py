@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from statetap.contracts.capture import new_lease
 from statetap.contracts.errors import ErrorCode
-from statetap.contracts.layout import NORM
+from statetap.contracts.layout import DATASETS, NORM, ROWS
 from statetap.contracts.records import RowRecord
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer
 from statetap.store.complete import finish_job
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter
-from tests.support.jobs import StateMaker, make_job, profile
+from tests.support.jobs import Mask, StateMaker, every_second, make_job, profile, write_rows
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -37,15 +37,20 @@ class FinishedJob:
         vocab: int = 50,
         keep: Sequence[int] = (),
         encoding: str = "raw",
+        positions: str = "all",
+        mask: Mask = every_second,
         **of: Any,
     ) -> None:
         self.profile = profile(vocab=vocab, **{"hidden": 8, "layers": 32, "boundaries": (2, 16, 29), **of})
         random = np.random.default_rng(5)
         rows = [random.integers(0, vocab, n).tolist() for n in lengths]
         errors = dict.fromkeys(bad, ErrorCode.EMPTY_PROMPT.value)
-        self.path, rows_path, batches = make_job(folder, self.profile, rows, errors=errors, boundaries=keep, encoding=encoding)
+        write_rows(folder / DATASETS / "ds-test" / ROWS, rows, errors, mask)
+        self.path, rows_path, batches = make_job(
+            folder, self.profile, rows, errors=errors, boundaries=keep, encoding=encoding, positions=positions
+        )
         self.rows_path, self.batches = rows_path, batches
-        self.format = SampleFormat(self.profile, tuple(keep), encoding)
+        self.format = SampleFormat(self.profile, tuple(keep), encoding, positions)
         self.weight = torch.rand(self.profile.hidden, generator=torch.Generator().manual_seed(3)).add(0.5).to(DTYPES[self.profile.dtype])
         if self.profile.final != "none":
             save_file({"weight": self.weight}, self.path / NORM, metadata={"variant": "rmsnorm", "eps": repr(self.profile.norm.eps)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,20 @@ def sample_payload(data: bytes, profile: CaptureProfile, num_tokens: int) -> byt
     return data[BLOCK : BLOCK + num_tokens * profile.bytes_per_token]
 
 
-def write_rows(path: Path, rows: Sequence[Sequence[int]] | Iterator[Sequence[int]], errors: dict[int, str] | None = None) -> int:
+Mask = Callable[[int], Sequence[int]]
+"""The loss mask of a row of n tokens."""
+
+
+def every_second(n: int) -> list[int]:
+    return [i % 2 for i in range(n)]
+
+
+def write_rows(
+    path: Path,
+    rows: Sequence[Sequence[int]] | Iterator[Sequence[int]],
+    errors: dict[int, str] | None = None,
+    mask: Mask = every_second,
+) -> int:
     """rows.arrow of token rows; ``errors``: row -> error code. Returns the number of rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     total = 0
@@ -94,7 +107,7 @@ def write_rows(path: Path, rows: Sequence[Sequence[int]] | Iterator[Sequence[int
             codes = [(errors or {}).get(n, "") for n in numbers]
             columns = [
                 pa.array([list(r) for r in held], pa.list_(pa.int32())),
-                pa.array([[i % 2 for i in range(len(r))] for r in held], pa.list_(pa.uint8())),
+                pa.array([mask(len(r)) for r in held], pa.list_(pa.uint8())),
                 pa.array([f"id-{n}" for n in numbers]),
                 pa.array([n + 1 for n in numbers], pa.int64()),
                 pa.array(codes),
@@ -129,6 +142,7 @@ def make_job(
     dataset_id: str = "ds-test",
     boundaries: Sequence[int] = (),
     encoding: str = "raw",
+    positions: str = "all",
 ) -> tuple[Path, Path, list[Batch]]:
     """(job folder, rows file, batches) of a job that was accepted."""
     rows_path = store / DATASETS / dataset_id / ROWS
@@ -137,6 +151,9 @@ def make_job(
     source = RowsFile(rows_path)
     batches = list(cut(source.lengths(), batch_tokens))
     tokens = sum(b.tokens for b in batches)
+    format = SampleFormat(profile, tuple(boundaries), encoding, positions)
+    kept = sum(int(k.sum()) for _, k in source.counts(format.where))
+    accepted = sum(int((n > 0).sum()) for n in source.lengths())
     spec = JobSpec(
         job_id=job_id,
         dataset_id=dataset_id,
@@ -144,10 +161,11 @@ def make_job(
         profile=profile.to_dict(),
         rows=source.rows,
         tokens=tokens,
-        bytes=sum(SampleFormat(profile, tuple(boundaries), encoding).bytes(int(n)) for lengths in source.lengths() for n in lengths if n),
+        bytes=format.bytes(tokens, kept, accepted),
         batches=len(batches),
         boundaries=list(boundaries),
         encoding=encoding,
+        positions=positions,
     )
     report = DatasetStatus(
         dataset_id=dataset_id,

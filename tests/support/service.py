@@ -16,16 +16,20 @@ from statetap.contracts.records import DatasetSpec, DatasetStatus
 from statetap.store.fs import to_json
 from statetap.store.rows import RowsFile
 from tests.support.coordinator import Coordinator, until
-from tests.support.jobs import write_rows
+from tests.support.jobs import Mask, every_second, write_rows
 from tests.support.workers import Rig
 
 
 def add_dataset(
-    store: Path, rows: Sequence[Sequence[int]] | Iterator[Sequence[int]], dataset_id: str, errors: dict[int, str] | None = None
+    store: Path,
+    rows: Sequence[Sequence[int]] | Iterator[Sequence[int]],
+    dataset_id: str,
+    errors: dict[int, str] | None = None,
+    mask: Mask = every_second,
 ) -> str:
-    """A ready dataset of token rows, as ingestion would leave it (mask: every second token)."""
+    """A ready dataset of token rows, as ingestion would leave it."""
     folder = store / DATASETS / dataset_id
-    write_rows(folder / ROWS, rows, errors)
+    write_rows(folder / ROWS, rows, errors, mask)
     source = RowsFile(folder / ROWS)
     lengths: list[npt.NDArray[np.int64]] = list(source.lengths())
     digest = xxhash.xxh3_128((folder / ROWS).read_bytes()).hexdigest()
@@ -78,8 +82,8 @@ class Service:
     def worker_ids(self) -> list[str]:
         return [w for e in self.api.http.get("/v1/engines").json()["items"] for w in e["worker_ids"]]
 
-    def dataset(self, rows: Sequence[Sequence[int]], dataset_id: str = "ds-1") -> str:
-        return add_dataset(self.rig.store, rows, dataset_id)
+    def dataset(self, rows: Sequence[Sequence[int]], dataset_id: str = "ds-1", mask: Mask = every_second) -> str:
+        return add_dataset(self.rig.store, rows, dataset_id, mask=mask)
 
     def post(self, path: str, status: int = 202, **body: Any) -> dict[str, Any]:
         reply = self.api.http.post(path, json=body)

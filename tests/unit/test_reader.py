@@ -55,7 +55,7 @@ class Job:
             if not T:
                 self.records.append(RowRecord(row=row, state="skipped", code="empty_prompt"))
                 continue
-            header = SampleFormat(self.profile).header(T, row=row, source_id=f"s{row}", ids_xxh3="", schema_version=1)
+            header = SampleFormat(self.profile).header(T, T, row=row, source_id=f"s{row}", ids_xxh3="", schema_version=1)
             self.tensors[row] = {
                 name: (
                     torch.randn(t.shape, generator=random).to(dtype)

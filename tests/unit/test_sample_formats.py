@@ -174,7 +174,7 @@ def test_zstd_of_what_cannot_be_compressed_stays_under_the_bound(
     p = profile(hidden=H, boundaries=range(K), layers=12, final=final)
     format = SampleFormat(p, (), "zstd")
     random = np.random.default_rng(T)
-    written = encoder(format, random.bytes(4096), random.integers(0, 256, 4 * T, np.uint8), random.integers(0, 2, T, np.uint8))
+    written = encoder(format, random.bytes(4096), random.integers(0, 256, 4 * T, np.uint8), random.integers(0, 2, T, np.uint8), None)
     size = sum(len(memoryview(x).cast("B")) for x in written.head())
     for block in StateChecker(p, T).blocks():
         size += sum(len(memoryview(x).cast("B")) for x in written.block(block, random.integers(0, 256, block.stop - block.start, np.uint8)))
@@ -247,7 +247,7 @@ def test_a_damaged_file_is_found_by_the_full_check(tmp_path: Path, encoding: str
     assert refused(good[:-1]) == refused(good[: len(good) // 2]) == refused(good + b"x" * 70_000) == "file_corrupt"
     assert refused(good[:100] + b"\xff" + good[101:]) == "file_corrupt"  # in the header
     if encoding == "fp8":
-        header = format.header(200, row=7, source_id="s-7", ids_xxh3="", schema_version=1)
+        header = format.header(200, 200, row=7, source_id="s-7", ids_xxh3="", schema_version=1)
         scales = header.tensors[AUX + "_scales"]
         assert refused(good[: scales.start] + np.float32("nan").tobytes() + good[scales.start + 4 :]) == "nonfinite_states"
         values = header.tensors[AUX]

@@ -16,47 +16,60 @@ RAW, FP8 = SampleFormat(PROFILE), SampleFormat(PROFILE, encoding="fp8")
 ZSTD = SampleFormat(PROFILE, encoding="zstd")
 
 
+def kept_of(n: int, format: SampleFormat) -> int:
+    """Positions kept of a row of n tokens; of the loss mask as many as it may be, and different for rows of one length is not needed here."""
+    return n if not format.thinned else min(n, format.where.last) if format.where.last else (n * 7 % 11) % n + 1 if n else 0
+
+
 class Lengths:
     """A rows file as far as sizes go."""
 
-    def __init__(self, counts: list[int]) -> None:
+    def __init__(self, counts: list[int], format: SampleFormat = RAW) -> None:
         self._counts = np.array(counts, np.int64)
+        self._kept = np.array([kept_of(n, format) for n in counts], np.int64)
         self.rows = len(counts)
 
-    def lengths(self):
+    def counts(self, positions):
         for at in range(0, self.rows, 64):
-            yield self._counts[at : at + 64]
+            yield self._counts[at : at + 64], self._kept[at : at + 64]
 
 
 def brute(counts: list[int], longest: int, format: SampleFormat = RAW) -> tuple[int, int, int]:
     fit = [n for n in counts if 0 < n <= longest]
-    return len(fit), sum(fit), sum(format.bytes(n) for n in fit)
+    return len(fit), sum(fit), sum(format.bytes(n, kept_of(n, format)) for n in fit)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 250), min_size=1, max_size=200), st.integers(0, 4_000_000), st.integers(0, 200))
-def test_alternatives_fit_and_nothing_larger_would(counts: list[int], available: int, rows: int) -> None:
+@given(
+    st.lists(st.integers(0, 250), min_size=1, max_size=200),
+    st.integers(0, 4_000_000),
+    st.integers(0, 200),
+    st.sampled_from(["all", "loss_mask", "last:1", "last:90"]),
+)
+def test_alternatives_fit_and_nothing_larger_would(counts: list[int], available: int, rows: int, positions: str) -> None:
+    format = SampleFormat(PROFILE, positions=positions)
     choice = Choice.of(PROFILE, rows or None, None)
     taken = counts[: rows or None]
-    size = measure(Lengths(counts), RAW, choice)
-    assert (size.accepted, size.tokens, size.bytes) == brute(taken, 200) and size.rows == len(taken)
+    size = measure(Lengths(counts, format), format, choice)
+    assert (size.accepted, size.tokens, size.bytes) == brute(taken, 200, format) and size.rows == len(taken)
+    assert size.bytes <= format.most(size.tokens, size.accepted)
     if size.bytes <= available:
         return
-    found = {a.field: a for a in alternatives(Lengths(counts), RAW, choice, size, available)}
+    found = {a.field: a for a in alternatives(Lengths(counts, format), format, choice, size, available)}
     if (a := found.get("rows")) is not None:
-        assert (a.rows, a.tokens, a.bytes) == brute(taken[: a.value], 200) and a.bytes <= available
-        assert brute(taken[: a.value + 1], 200)[2] > available
+        assert (a.rows, a.tokens, a.bytes) == brute(taken[: a.value], 200, format) and a.bytes <= available
+        assert brute(taken[: a.value + 1], 200, format)[2] > available
     else:
-        assert next(RAW.bytes(n) for n in taken if 0 < n <= 200) > available
+        assert next(brute([n], 200, format)[2] for n in taken if 0 < n <= 200) > available
     if (a := found.get("max_length")) is not None:
-        assert (a.rows, a.tokens, a.bytes) == brute(taken, a.value) and a.bytes <= available
-        assert brute(taken, a.value + 1)[2] > available
+        assert (a.rows, a.tokens, a.bytes) == brute(taken, a.value, format) and a.bytes <= available
+        assert brute(taken, a.value + 1, format)[2] > available
     else:
-        assert brute(taken, min(n for n in taken if n))[2] > available
+        assert brute(taken, min(n for n in taken if n), format)[2] > available
 
 
 def refused(counts: list[int], format: SampleFormat, room: Room, seen: Compressed | None = None) -> StoreError | None:
-    rows, choice = Lengths(counts), Choice.of(PROFILE, None, None)
+    rows, choice = Lengths(counts, format), Choice.of(PROFILE, None, None)
     size = measure(rows, format, choice)
     try:
         preflight(rows, format, choice, size, size.bytes, room, seen)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import MANIFEST
 from ..contracts.sample_format import Encoding, SampleFormat
-from ..contracts.tensors import INPUT_IDS, state_planes
+from ..contracts.tensors import INPUT_IDS, POSITIONS, state_planes
 from ..engine.lmhead import HeadParity, compare_head
 from ..engine.parity import TOLERANCE, Parity, Reference, Tensors, compare_files
 from ..store.jobs import load_job
@@ -39,11 +39,17 @@ def compare_job_head(job_dir: Path, model: str, url: str, *, samples: int, toler
             "the files hold FP8 states: log probabilities by them are off by more than a mistake of the engine's would be",
             next_step="Give --tolerance, or compare a job that keeps raw states.",
         )
+    if format.thinned:
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST,
+            f"positions: the files hold the states of {format.positions} alone, and the engine's log probabilities are those after every token",
+            next_step="Compare a job with positions=all.",
+        )
     return compare_head(_chosen(job_dir, samples), format.kept, Path(model), url, tolerance=tolerance, load=_loader(format))
 
 
 def _loader(format: SampleFormat) -> Callable[[Path], Tensors]:
-    names = [INPUT_IDS, *(name for name, _ in state_planes(format.kept))]
+    names = [INPUT_IDS, *([POSITIONS] if format.thinned else []), *(name for name, _ in state_planes(format.kept))]
 
     def load(path: Path) -> Tensors:
         with open_sample(path, format) as f:

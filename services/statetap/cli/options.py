@@ -17,6 +17,7 @@ import typer
 
 from ..client import Client, DatasetOptions
 from ..contracts.boundaries import split_boundaries
+from ..contracts.positions import ALL, Positions
 from ..engine.draft import resolve_boundaries
 from .completing import complete_codes, complete_jobs
 from .output import Out
@@ -49,6 +50,11 @@ def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise typer.BadParameter(str(e)) from None
 
     return parser
+
+
+def _positions(text: str) -> str:
+    Positions.parse(text)
+    return text
 
 
 def size_option(name: str, text: str) -> Any:
@@ -121,9 +127,23 @@ class Kept(OptionSet):
         Literal["raw", "fp8", "zstd"], typer.Option("--encoding", help="How states are kept: fp8 is lossy, half of bf16; zstd is lossless.")
     ] = "raw"
 
+    positions: Annotated[
+        str,
+        typer.Option(
+            "--positions",
+            parser=_checked(_positions),
+            metavar="all|loss_mask|last:N",
+            help="Keep the states of these positions only. Trainers' formats want all.",
+        ),
+    ] = ALL
+
     def asked(self) -> dict[str, Any]:
         """Fields of the request, None for a default."""
-        return {"boundaries": self.boundaries, "encoding": self.encoding if self.encoding != "raw" else None}
+        return {
+            "boundaries": self.boundaries,
+            "encoding": self.encoding if self.encoding != "raw" else None,
+            "positions": self.positions if self.positions != ALL else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

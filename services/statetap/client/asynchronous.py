@@ -139,8 +139,16 @@ class AsyncClient:
         max_length: int | None = None,
         boundaries: Sequence[int] | None = None,
         encoding: str | None = None,
+        positions: str | None = None,
     ) -> Estimate:
-        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length, "boundaries": boundaries, "encoding": encoding}
+        asked = {
+            "profile_id": profile_id,
+            "rows": rows,
+            "max_length": max_length,
+            "boundaries": boundaries,
+            "encoding": encoding,
+            "positions": positions,
+        }
         return await self._one(flows.send(calls.estimate(dataset_id, **asked), self._policy))
 
     async def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:

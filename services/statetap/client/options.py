@@ -19,7 +19,8 @@ class DatasetOptions(TypedDict, total=False):
 
 class JobOptions(TypedDict, total=False):
     """Of a job. ``rows``: only the first so many; ``max_length``: longer rows are skipped; ``retain`` is ``all`` or ``until_read``;
-    ``boundaries``: only these of the captured ones are kept; ``encoding`` of the states: ``raw``, ``fp8`` or ``zstd``."""
+    ``boundaries``: only these of the captured ones are kept; ``encoding`` of the states: ``raw``, ``fp8`` or ``zstd``;
+    ``positions`` whose states are kept: ``all``, ``loss_mask`` or ``last:N``."""
 
     name: str
     profile_id: str
@@ -29,6 +30,7 @@ class JobOptions(TypedDict, total=False):
     max_length: int
     boundaries: Sequence[int]
     encoding: str
+    positions: str
     reuse: bool
     retain: str
     retain_bytes: int

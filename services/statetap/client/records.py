@@ -104,6 +104,7 @@ class Job(Answer):
     profile_id: str = ""
     boundaries: list[int] = field(default_factory=list)
     encoding: str = "raw"
+    positions: str = "all"
     priority: int = 0
     max_failed: int = 0
     reason: str = ""

@@ -166,9 +166,17 @@ class Client:
         max_length: int | None = None,
         boundaries: Sequence[int] | None = None,
         encoding: str | None = None,
+        positions: str | None = None,
     ) -> Estimate:
         """Bytes of a job against the store's space, exact but for zstd, and what would fit."""
-        asked = {"profile_id": profile_id, "rows": rows, "max_length": max_length, "boundaries": boundaries, "encoding": encoding}
+        asked = {
+            "profile_id": profile_id,
+            "rows": rows,
+            "max_length": max_length,
+            "boundaries": boundaries,
+            "encoding": encoding,
+            "positions": positions,
+        }
         return self._one(flows.send(calls.estimate(dataset_id, **asked), self._policy))
 
     def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:

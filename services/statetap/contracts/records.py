@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from . import SCHEMA_VERSION
+from .positions import ALL
 from .profile import CaptureProfile
 from .sample_format import Encoding, SampleFormat
 
@@ -171,6 +172,7 @@ class JobSpec(Record):
     max_length: int = 0  # longer rows are skipped; 0: what the engine takes
     boundaries: list[int] = field(default_factory=list)  # that are kept, in this order; none named: all that are captured
     encoding: str = Encoding.RAW.value
+    positions: str = ALL
     reuse_from: list[str] = field(default_factory=list)  # jobs whose files may be taken by hard link, newest first
     retain: str = Retain.ALL.value
     retain_bytes: int = 0  # with until_read: pause when so many bytes are not yet read
@@ -187,7 +189,7 @@ class JobSpec(Record):
 
     @cached_property
     def sample_format(self) -> SampleFormat:
-        return SampleFormat(self.capture_profile, tuple(self.boundaries), self.encoding)
+        return SampleFormat(self.capture_profile, tuple(self.boundaries), self.encoding, self.positions)
 
     @property
     def longest(self) -> int:

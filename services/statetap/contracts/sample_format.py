@@ -1,6 +1,6 @@
-"""What a sample file holds of what its engine captures, and how: the boundaries that a job keeps, and the encoding of their states.
+"""What a sample file holds of what its engine captures, and how: the boundaries and positions that a job keeps, and the encoding of their states.
 
-Invariant: the file's layout and size (an upper bound of it for ``zstd``) follow from the format and the number of tokens alone. Two jobs of
+Invariant: the file's layout and size (an upper bound of it for ``zstd``) follow from the format and the numbers of tokens and of kept positions alone. Two jobs of
 one :attr:`SampleFormat.format_id` write the same file for the same row, whatever else their engines captured.
 """
 
@@ -10,8 +10,9 @@ import functools
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from .positions import ALL, Positions
 from .profile import ITEM_SIZES, CaptureProfile
-from .tensors import BLOCK, INPUT_IDS, LOSS_MASK, Header, Plane, header, state_planes
+from .tensors import BLOCK, INPUT_IDS, LOSS_MASK, POSITIONS, Header, Plane, header, state_planes
 
 CHUNK = 512 * 1024  # bytes of states that are looked at, encoded and compressed at once: fits into the L2 cache
 
@@ -33,21 +34,31 @@ class Encoding(StrEnum):
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """``boundaries``: those of the captured ones that are kept, in file order; () for all as they were captured."""
+    """``boundaries``: those of the captured ones that are kept, in file order; () for all as they were captured. ``positions``: see positions.py."""
 
     captured: CaptureProfile
     boundaries: tuple[int, ...] = ()
     encoding: str = Encoding.RAW.value
+    positions: str = ALL
 
     @functools.cached_property
     def kept(self) -> CaptureProfile:
         """The profile that the file shows: that of an engine which captures only what is kept."""
         return replace(self.captured, boundaries=self.boundaries) if self.boundaries else self.captured
 
+    @functools.cached_property
+    def where(self) -> Positions:
+        return Positions.parse(self.positions)
+
+    @property
+    def thinned(self) -> bool:
+        """Whether the file holds states of some positions only."""
+        return self.positions != ALL
+
     @property
     def plain(self) -> bool:
         """Whether the states are the tap's bytes as they lie there."""
-        return self.encoding == Encoding.RAW and self.kept.boundaries == self.captured.boundaries
+        return self.encoding == Encoding.RAW and self.kept.boundaries == self.captured.boundaries and not self.thinned
 
     @property
     def exact(self) -> bool:
@@ -62,7 +73,7 @@ class SampleFormat:
     @property
     def format_id(self) -> str:
         """Equal for jobs that can take each other's files."""
-        return f"{self.kept.profile_id}-{self.encoding}"
+        return f"{self.kept.profile_id}-{self.encoding}" + (f"-{self.positions}" if self.thinned else "")
 
     @property
     def suffix(self) -> str:
@@ -77,8 +88,8 @@ class SampleFormat:
         """Tokens in a chunk of a tensor of ``width`` planes, in the file."""
         return max(1, CHUNK // (width * self.kept.hidden * self.item_size))
 
-    def header(self, num_tokens: int, *, row: int, source_id: str, ids_xxh3: str, schema_version: int) -> Header:
-        """Header of the sample file; of what the file holds when it is decompressed, where it is compressed."""
+    def header(self, num_tokens: int, kept: int, *, row: int, source_id: str, ids_xxh3: str, schema_version: int) -> Header:
+        """Header of the sample file; of what the file holds when it is decompressed, where it is compressed. ``kept``: positions."""
         metadata = {
             "row": str(row),
             # Bounded, so that a user's long id cannot push the header out of its block; the whole one stands in manifest.parquet.
@@ -91,31 +102,53 @@ class SampleFormat:
         }
         if self.encoding != Encoding.RAW:
             metadata |= {"encoding": self.encoding, "dtype": self.kept.dtype}
-        return header(self._tensors(), num_tokens, metadata)
+        if self.thinned:
+            metadata["positions"] = self.positions
+        return header(self._tensors(), num_tokens, metadata, kept=kept)
 
     def _tensors(self) -> list[Plane]:
-        states, hidden = state_planes(self.kept), self.kept.hidden
+        states, hidden, thinned = state_planes(self.kept), self.kept.hidden, self.thinned
         ids = [Plane(name=INPUT_IDS, dtype="I32"), Plane(name=LOSS_MASK, dtype="U8")]
+        if thinned:
+            ids.insert(0, Plane(name=POSITIONS, dtype="I32", thinned=True))  # before the mask: aligned
         if self.encoding == Encoding.FP8:
-            values = [Plane(name=name, dtype="F8_E4M3", columns=width * hidden) for name, width in states]
-            return [*values, *(Plane(name=name + SCALES, dtype="F32", columns=width) for name, width in states), *ids]
+            values = [Plane(name=name, dtype="F8_E4M3", columns=width * hidden, thinned=thinned) for name, width in states]
+            return [*values, *(Plane(name=name + SCALES, dtype="F32", columns=width, thinned=thinned) for name, width in states), *ids]
         if self.encoding == Encoding.ZSTD:
             # The ids come first: they are read without decompressing the states.
             size = hidden * self.item_size
-            return [*ids, *(Plane(name=name + PLANES, dtype="U8", columns=width * size, flat=True) for name, width in states)]
-        return [*(Plane(name=name, dtype=self.kept.dtype, columns=width * hidden) for name, width in states), *ids]
+            return [
+                *ids,
+                *(Plane(name=name + PLANES, dtype="U8", columns=width * size, flat=True, thinned=thinned) for name, width in states),
+            ]
+        return [*(Plane(name=name, dtype=self.kept.dtype, columns=width * hidden, thinned=thinned) for name, width in states), *ids]
 
     @functools.cached_property
-    def costs(self) -> tuple[int, int]:
-        """(bytes of a file without its tokens, bytes a token): :meth:`bytes` is linear in the tokens."""
-        whole = sum(p.token_bytes for p in self._tensors())
+    def costs(self) -> tuple[int, int, int]:
+        """(bytes of a file without its tokens, bytes a token, and besides for each whose states are kept, where not all are): of :meth:`bytes`."""
+        token = sum(p.token_bytes for p in self._tensors() if not p.thinned)
+        kept = sum(p.token_bytes for p in self._tensors() if p.thinned)
         if self.exact:
-            return BLOCK, whole
+            return BLOCK, token, kept
         widths = [width for _, width in state_planes(self.kept)]
         frames = sum(-(-_FRAME // self.chunk_tokens(width)) for width in widths)
-        return BLOCK + BLOCK // 256 + _FRAME * (1 + len(widths)), whole + whole // 256 + 1 + frames
+        base = BLOCK + BLOCK // 256 + _FRAME * (1 + len(widths))
+        if not self.thinned:
+            return base, token + token // 256 + 1 + frames, 0
+        return base, token + token // 256 + 1, kept + kept // 256 + 1 + frames
 
-    def bytes(self, num_tokens: int) -> int:
-        """Bytes of a sample file of so many tokens; at most so many where not :attr:`exact`."""
-        base, per_token = self.costs
-        return base + num_tokens * per_token
+    def bytes(self, num_tokens: int, kept: int | None = None, rows: int = 1) -> int:
+        """Bytes of the sample files of so many rows, of their tokens and kept positions together; at most so many where not :attr:`exact`.
+
+        ``kept`` may be left out where all are kept.
+        """
+        base, per_token, per_kept = self.costs
+        if kept is None:
+            if self.thinned:
+                raise ValueError(f"the number of kept positions ({self.positions}) is needed")
+            kept = num_tokens
+        return rows * base + num_tokens * per_token + kept * per_kept
+
+    def most(self, num_tokens: int, rows: int = 1) -> int:
+        """:meth:`bytes` at most, whatever their loss masks are."""
+        return self.bytes(num_tokens, self.where.most(rows, num_tokens), rows)

@@ -22,6 +22,7 @@ FINAL_PRE = "final_hidden_states_prenorm"  # [T, H], boundary L
 FINAL_POST = "final_hidden_states"  # [T, H], after the final norm
 INPUT_IDS = "input_ids"  # [T] int32
 LOSS_MASK = "loss_mask"  # [T] uint8, sample files only
+POSITIONS = "positions"  # [n] int32, only where not the states of all positions are kept: theirs, ascending
 
 SIZES = {**ITEM_SIZES, "I32": 4, "U8": 1, "F8_E4M3": 1}
 """Bytes of a value by safetensors dtype name."""
@@ -29,12 +30,14 @@ SIZES = {**ITEM_SIZES, "I32": 4, "U8": 1, "F8_E4M3": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """A tensor to be laid out: so many columns a token (0: one value a token, [T]); ``flat``: [bytes] instead of [T, columns]."""
+    """A tensor to be laid out: so many columns a token (0: one value a token, [T]); ``flat``: [bytes] instead of [T, columns]; ``thinned``: only
+    for the positions that are kept."""
 
     name: str
     dtype: str
     columns: int = 0
     flat: bool = False
+    thinned: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -83,15 +86,16 @@ def state_planes(profile: CaptureProfile) -> list[tuple[str, int]]:
     return planes
 
 
-def header(planes: list[Plane], num_tokens: int, metadata: dict[str, str]) -> Header:
-    """A header of one block, and after it the tensors in this order."""
+def header(planes: list[Plane], num_tokens: int, metadata: dict[str, str], *, kept: int = 0) -> Header:
+    """A header of one block, and after it the tensors in this order; the thinned ones hold ``kept`` tokens."""
     at, tensors = BLOCK, {}
     for p in planes:
-        size = num_tokens * p.token_bytes
+        tokens = kept if p.thinned else num_tokens
+        size = tokens * p.token_bytes
         if p.flat:
             shape: tuple[int, ...] = (size,)
         else:
-            shape = (num_tokens, p.columns) if p.columns else (num_tokens,)
+            shape = (tokens, p.columns) if p.columns else (tokens,)
         tensors[p.name] = Tensor(name=p.name, dtype=p.dtype, shape=shape, start=at, stop=at + size)
         at += size
     return Header(tensors=tensors, metadata=metadata, data_start=BLOCK, size=at)

@@ -26,7 +26,7 @@ async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
     known = await anyio.to_thread.run_sync(ctx.catalog.profile, body.profile_id) if body.profile_id else None
     tokenizer = ctx.catalog.dataset(body.dataset_id).tokenizer
     profile = engines.choose(await ctx.engines(), body.profile_id, known, tokenizer, wait=True, boundaries=body.boundaries)
-    format = SampleFormat(profile, tuple(body.boundaries or ()), body.encoding.value)
+    format = SampleFormat(profile, tuple(body.boundaries or ()), body.encoding.value, body.positions)
     reserved = await ctx.status.reserved_bytes()
 
     def look() -> tuple[Size, Room, list[space.Alternative], Compressed | None, float]:

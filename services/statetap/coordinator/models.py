@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..contracts.positions import ALL, PATTERN
 from ..contracts.records import DatasetState, JobState, Retain
 from ..contracts.sample_format import Encoding
 
@@ -135,6 +136,15 @@ EncodingField = Annotated[
         "lossy); `zstd` compressed without loss, by how much is known afterwards only."
     ),
 ]
+PositionsField = Annotated[
+    str,
+    Field(
+        pattern=PATTERN,
+        description="Keep the states of these positions only: `all`; `loss_mask` (t where mask[t] or mask[t-1] is 1); `last:N`. Ids and mask stay "
+        "whole; trainers' formats want `all`.",
+        examples=["all", "loss_mask", "last:16"],
+    ),
+]
 
 
 class JobRequest(Strict):
@@ -149,9 +159,10 @@ class JobRequest(Strict):
     max_length: int | None = Field(default=None, ge=1, description="Rows of more tokens are skipped. Default: what the engine takes.")
     boundaries: Boundaries = None
     encoding: EncodingField = Encoding.RAW
+    positions: PositionsField = ALL
     reuse: bool = Field(
         default=True,
-        description="Take rows with equal tokens, mask, profile, boundaries and encoding from earlier jobs by hard link, without a prefill.",
+        description="Take rows with equal tokens, mask, profile, boundaries, positions and encoding from earlier jobs by hard link, without a prefill.",
     )
     retain: Retain = Field(
         default=Retain.ALL,
@@ -209,6 +220,7 @@ class Job(BaseModel):
     profile_id: str
     boundaries: list[int] = Field(description="That are kept, in file order.")
     encoding: Encoding
+    positions: str = Field(description="Whose states are kept.")
     priority: int
     max_failed: int
     state: JobState

@@ -53,6 +53,7 @@ SHOWN: dict[str, Any] = {
         "profile_id": _PROFILE_ID,
         "boundaries": [2, 18, 33],
         "encoding": "raw",
+        "positions": "all",
         "priority": 0,
         "max_failed": 10,
         "state": "running",

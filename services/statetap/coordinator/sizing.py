@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..contracts.errors import ErrorCode, RequestError, StoreError
+from ..contracts.positions import ALL, Positions
 from ..contracts.profile import CaptureProfile
 from ..contracts.sample_format import Encoding, SampleFormat
 from ..store.fs import free_bytes
@@ -44,34 +45,35 @@ class Choice:
             )
         return cls(longest=max_length or profile.max_length, rows=rows or 0)
 
-    def lengths(self, rows: RowsFile) -> Iterator[Counts]:
-        """Token counts of the rows taken, by record batch, sent or not."""
+    def counts(self, rows: RowsFile, positions: Positions) -> Iterator[tuple[Counts, Counts]]:
+        """(tokens, and of them those at ``positions``) of the rows taken, by record batch, sent or not."""
         left = self.rows or rows.rows
-        for counts in rows.lengths():
+        for counts, kept in rows.counts(positions):
             if left <= 0:
                 return
-            yield counts[:left]
+            yield counts[:left], kept[:left]
             left -= len(counts)
 
     def sendable(self, rows: RowsFile) -> Iterator[Counts]:
-        """The same, with 0 for rows that are not sent: bad ones and longer ones."""
-        for counts in self.lengths(rows):
+        """Tokens, with 0 for rows that are not sent: bad ones and longer ones."""
+        for counts, _ in self.counts(rows, Positions(ALL)):
             yield np.where(counts <= self.longest, counts, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a job would prefill and write. ``longest`` is the longest of its rows, skipped or not."""
+    """What a job would prefill and write; ``kept``: tokens whose states it keeps. ``longest`` is the longest of its rows, skipped or not."""
 
     rows: int
     accepted: int
     tokens: int
+    kept: int
     bytes: int
     longest: int
 
     def bytes_in(self, format: SampleFormat) -> int:
-        base, per_token = format.costs
-        return self.accepted * base + self.tokens * per_token
+        """In another encoding of the same positions."""
+        return format.bytes(self.tokens, self.kept, self.accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +103,15 @@ def room(catalog: Catalog, reserved: int, min_free_bytes: int) -> Room:
 
 def measure(rows: RowsFile, format: SampleFormat, choice: Choice) -> Size:
     """Exact tokens of a job over these rows, and its bytes (an upper bound of them where the format is not exact)."""
-    total = accepted = tokens = longest = 0
-    for counts in choice.lengths(rows):
-        fits = counts[(counts > 0) & (counts <= choice.longest)]
+    total = accepted = tokens = kept = longest = 0
+    for counts, at in choice.counts(rows, format.where):
+        fits = (counts > 0) & (counts <= choice.longest)
         total += len(counts)
-        accepted += fits.size
-        tokens += int(fits.sum())
+        accepted += int(fits.sum())
+        tokens += int(counts[fits].sum())
+        kept += int(at[fits].sum())
         longest = max(longest, int(counts.max(initial=0)))
-    base, per_token = format.costs
-    return Size(rows=total, accepted=accepted, tokens=tokens, bytes=accepted * base + tokens * per_token, longest=longest)
+    return Size(rows=total, accepted=accepted, tokens=tokens, kept=kept, bytes=format.bytes(tokens, kept, accepted), longest=longest)
 
 
 def alternatives(
@@ -140,15 +142,18 @@ def _encodings(format: SampleFormat, size: Size, available: int, seen: Compresse
 
 
 def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int) -> list[Alternative]:
-    base, per_token = format.costs
+    base, per_token, per_kept = format.costs
     used = taken = accepted = tokens = 0
     cut_at = 0  # rows that fit
     by_length = np.zeros(choice.longest + 1, np.int64)  # rows of each length
+    kept_by_length = np.zeros(choice.longest + 1, np.int64)  # and their kept positions
     cutting = True
-    for counts in choice.sendable(rows):
+    for lengths_now, kept in choice.counts(rows, format.where):
+        counts = np.where(lengths_now <= choice.longest, lengths_now, 0)
         by_length += np.bincount(counts, minlength=choice.longest + 1)
+        np.add.at(kept_by_length, counts, kept)
         if cutting:
-            cost = np.where(counts > 0, base + counts * per_token, 0)
+            cost = np.where(counts > 0, base + counts * per_token + kept * per_kept, 0)
             n = int(np.searchsorted(used + np.cumsum(cost), available, side="right"))
             part = counts[:n]
             used += int(cost[:n].sum())
@@ -161,8 +166,8 @@ def _fewer(rows: RowsFile, format: SampleFormat, choice: Choice, available: int)
     if accepted:
         found.append(_alternative(format, "rows", cut_at, f"the first {cut_at:,} rows", accepted, tokens, used))
     lengths = np.arange(choice.longest + 1)
-    by_length[0] = 0
-    size_up_to = np.cumsum(by_length * (base + lengths * per_token))
+    by_length[0] = kept_by_length[0] = 0
+    size_up_to = np.cumsum(by_length * (base + lengths * per_token) + kept_by_length * per_kept)
     most = int(np.searchsorted(size_up_to, available, side="right")) - 1
     n = int(by_length[: most + 1].sum())
     if 0 < most < choice.longest and n:
@@ -261,6 +266,5 @@ def compressed(catalog: Catalog, format: SampleFormat) -> Compressed | None:
         final = catalog.control(spec.job_id).final
         done, tokens, size = (int(final.get(k, 0)) for k in ("done", "tokens", "bytes"))
         if done:
-            base, per_token = spec.sample_format.costs
-            return Compressed(job_id=spec.job_id, ratio=size / (done * base + tokens * per_token))
+            return Compressed(job_id=spec.job_id, ratio=size / (spec.bytes * tokens / spec.tokens))
     return None

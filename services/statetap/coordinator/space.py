@@ -6,9 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from ..contracts.positions import ALL
 from ..contracts.records import JobState
 from ..contracts.sample_format import Encoding
-from .models import Boundaries, EncodingField, Strict
+from .models import Boundaries, EncodingField, PositionsField, Strict
 
 
 class EstimateRequest(Strict):
@@ -18,6 +19,7 @@ class EstimateRequest(Strict):
     max_length: int | None = Field(default=None, ge=1, description="Longer rows would be skipped.")
     boundaries: Boundaries = None
     encoding: EncodingField = Encoding.RAW
+    positions: PositionsField = ALL
 
 
 class Alternative(BaseModel):

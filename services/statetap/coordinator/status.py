@@ -208,6 +208,7 @@ class StatusReader:
             profile_id=spec.profile_id,
             boundaries=list(spec.sample_format.kept.boundaries),
             encoding=Encoding(spec.encoding),
+            positions=spec.positions,
             priority=spec.priority,
             max_failed=spec.max_failed,
             state=JobState(control.state),
@@ -239,5 +240,4 @@ def _still_needed(spec: JobSpec, sums: Sums) -> int:
     if spec.sample_format.exact:
         return max(spec.bytes - sums.bytes, 0)
     # What is done took less than its bound: only what is open counts.
-    base, per_token = spec.sample_format.costs
-    return max((spec.rows - sums.rows) * base + (spec.tokens - sums.tokens) * per_token, 0)
+    return spec.sample_format.most(max(spec.tokens - sums.tokens, 0), max(spec.rows - sums.rows, 0))

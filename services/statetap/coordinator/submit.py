@@ -61,7 +61,7 @@ def submit(
         StoreError: ``store_full`` with the numbers.
     """
     choice = Choice.of(profile, request.rows, request.max_length)
-    format = SampleFormat(profile, tuple(request.boundaries or ()), request.encoding.value)
+    format = SampleFormat(profile, tuple(request.boundaries or ()), request.encoding.value, request.positions)
     rows = RowsFile(catalog.dataset_path(request.dataset_id) / ROWS)
     try:
         size = measure(rows, format, choice)
@@ -73,7 +73,7 @@ def submit(
             )
         if (
             request.retain == Retain.UNTIL_READ
-            and (most := RETAINED_BATCHES * format.bytes(min(size.longest, choice.longest))) > request.retain_bytes
+            and (most := RETAINED_BATCHES * format.most(min(size.longest, choice.longest))) > request.retain_bytes
         ):
             raise RequestError(
                 ErrorCode.INVALID_REQUEST,
@@ -83,7 +83,7 @@ def submit(
         if not request.force:
             need = min(size.bytes, request.retain_bytes) if request.retain == Retain.UNTIL_READ else size.bytes
             preflight(rows, format, choice, size, need, room(catalog, reserved, min_free_bytes), compressed(catalog, format))
-        batches: list[Batch] = list(cut(choice.sendable(rows), _batch_tokens(request, size)))
+        batches: list[Batch] = list(cut(choice.sendable(rows), _batch_tokens(request, size, format)))
     finally:
         rows.close()
     spec = JobSpec(
@@ -101,6 +101,7 @@ def submit(
         max_length=request.max_length or 0,
         boundaries=request.boundaries or [],
         encoding=request.encoding.value,
+        positions=request.positions,
         reuse_from=reusable(catalog, format) if request.reuse else [],
         retain=request.retain.value,
         retain_bytes=request.retain_bytes,
@@ -110,11 +111,13 @@ def submit(
     return spec
 
 
-def _batch_tokens(request: models.JobRequest, size: Size) -> int:
+def _batch_tokens(request: models.JobRequest, size: Size, format: SampleFormat) -> int:
     """Tokens a batch; of a job whose files wait to be read, so small that several fit into what may wait."""
     tokens = batch_tokens_for(size.tokens)
     if request.retain == Retain.UNTIL_READ:
-        tokens = min(tokens, max(request.retain_bytes // RETAINED_BATCHES * size.tokens // size.bytes, 1))
+        # By the bound that a batch is given out by, which may be more than its files take.
+        most = format.most(size.tokens, size.accepted)
+        tokens = min(tokens, max(request.retain_bytes // RETAINED_BATCHES * size.tokens // most, 1))
     return tokens
 
 

@@ -80,8 +80,7 @@ class JobView:
 
     def bytes_left(self, batch: int) -> int:
         """Bytes that a batch can still write, at most."""
-        base, per_token = self.spec.sample_format.costs
-        whole = self.plan.rows(batch) * base + int(self.plan.tokens[batch]) * per_token
+        whole = self.spec.sample_format.most(int(self.plan.tokens[batch]), self.plan.rows(batch))
         return max(whole - self.fold.bytes_of(batch), 0)
 
     def has_room(self, batch: int) -> bool:

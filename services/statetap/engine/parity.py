@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..contracts.profile import CaptureProfile
-from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS
+from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS, POSITIONS
 from .mistakes import name_mistake
 from .selfcheck import relative
 
@@ -56,6 +56,13 @@ class States:
     normed: dict[int, torch.Tensor]  # layer -> what its attention gets
     unadded: dict[int, torch.Tensor]  # boundary -> the last block's output without the residual
 
+    def at(self, positions: torch.Tensor) -> States:
+        """Of these positions [n], each [n, H]."""
+        index = positions.long()
+        some = ({b: x[index] for b, x in held.items()} for held in (self.boundary, self.normed, self.unadded))
+        boundary, normed, unadded = some
+        return States(boundary=boundary, post=self.post[index], normed=normed, unadded=unadded)
+
 
 _FEED_FORWARD = ("post_feedforward_layernorm", "mlp", "block_sparse_moe", "feed_forward")  # the last one before the residual is added
 _NORMS = ("norm", "final_layernorm", "ln_f")
@@ -84,8 +91,8 @@ class Reference:
             base = getattr(base, "language_model", None) or base.model
         self.base: Any = base
 
-    def states(self, input_ids: list[int], *, detail: bool = False) -> States:
-        """One forward over ``input_ids``; ``detail``: with what only mistakes are told by."""
+    def states(self, input_ids: list[int], *, at: torch.Tensor | None = None, detail: bool = False) -> States:
+        """One forward over ``input_ids``; ``at``: these positions [n] only; ``detail``: with what only mistakes are told by."""
         base, L = self.base, len(self.base.layers)
         found = States(boundary={}, post=torch.empty(0), normed={}, unadded={})
         handles = []
@@ -118,7 +125,7 @@ class Reference:
         finally:
             for h in handles:
                 h.remove()
-        return found
+        return found if at is None else found.at(at)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -138,7 +145,8 @@ def compare_files(
     for path in files:
         tensors = load(path)
         ids = tensors[INPUT_IDS].tolist()
-        states = reference.states(ids)
+        at = tensors.get(POSITIONS)
+        states = reference.states(ids, at=at)
         planes: list[tuple[str, torch.Tensor, int | None]] = [
             (str(b), tensors[AUX][:, k * H : (k + 1) * H], b) for k, b in enumerate(profile.boundaries)
         ]
@@ -147,7 +155,7 @@ def compare_files(
         ]
         wrong = [(name, have, b) for name, have, b in planes if not _equal(result, name, have, states, b) and name not in result.mistakes]
         if wrong:
-            states = reference.states(ids, detail=True)
+            states = reference.states(ids, at=at, detail=True)
         for name, have, b in wrong:
             mistake = name_mistake(have, states, b, tolerance=result.tolerance)
             if mistake is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,18 @@ import pyarrow as pa
 
 from ..contracts.errors import ErrorCode, RowError
 from ..contracts.sample_format import Encoding, SampleFormat
-from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, Header, parse_header, state_planes
+from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, POSITIONS, Header, parse_header, state_planes
 from .check import Bytes, StateChecker
 from .encode import by_value
+from .positions import Indices
+
+
+class FileRow(NamedTuple):
+    """``ids`` [T], ``mask`` [T]; ``positions`` [n] whose states the file holds, None for all."""
+
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    positions: Indices | None
 
 
 class SampleFile:
@@ -61,30 +70,37 @@ class SampleFile:
         head = self.read(BLOCK).tobytes()
         return head, parse_header(head)
 
-    def row(self, header: Header) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """(ids [T], mask [T]), right after :meth:`head`."""
+    def row(self, header: Header) -> FileRow:
+        """Right after :meth:`head`."""
         ids, mask = header.tensors[INPUT_IDS], header.tensors[LOSS_MASK]
+        start = header.tensors[POSITIONS].start if self._format.thinned else ids.start
         if self._format.encoding != Encoding.ZSTD:
-            self._stream.seek(ids.start)
-        data = self.read(mask.stop - ids.start)
-        return data[: ids.stop - ids.start].view(np.int32), data[mask.start - ids.start :]
+            self._stream.seek(start)
+        data = self.read(mask.stop - start)
+        return FileRow(
+            ids=data[ids.start - start : ids.stop - start].view(np.int32),
+            mask=data[mask.start - start :],
+            positions=data[: ids.start - start].view(np.int32) if self._format.thinned else None,
+        )
 
-    def states(self, num_tokens: int, update: Callable[[Any], object]) -> None:
-        """Read and check all states, where the stream stands before them; each piece is given to ``update`` as it lies in the content.
+    def states(self, kept: int, update: Callable[[Any], object]) -> None:
+        """Read and check the states of ``kept`` positions, where the stream stands before them; each piece is given to ``update`` as it lies
+        in the content.
 
         Raises:
             RowError: ``nonfinite_states``, ``zero_states``, ``file_corrupt``.
         """
         format = self._format
-        checker = StateChecker(format.kept, num_tokens, dtype="F8_E4M3" if format.encoding == Encoding.FP8 else None)
+        checker = StateChecker(format.kept, kept, dtype="F8_E4M3" if format.encoding == Encoding.FP8 else None)
         for block in checker.blocks():
             data = self.read(block.stop - block.start)
             update(data)
             checker.look(block, by_value(data, format.item_size) if format.encoding == Encoding.ZSTD else data)
-        checker.finish()
+        if not format.thinned:
+            checker.finish()  # of a whole row; those that are kept may be padding alone
         if format.encoding == Encoding.FP8:
             for name, width in state_planes(format.kept):
-                scales = self.read(4 * width * num_tokens)
+                scales = self.read(4 * width * kept)
                 update(scales)
                 values = scales.view(np.float32)
                 if not (np.isfinite(values).all() and (values > 0).all()):

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from ..contracts.sample_format import Encoding, SampleFormat
 from ..contracts.tensors import AUX
 from .check import Bytes, StateBlock, words_of
 from .fp8 import quantise
+from .positions import Indices
 
 Pieces = Iterator[Any]
 """Objects with the buffer protocol."""
@@ -32,43 +34,49 @@ class Encoder(Protocol):
     def tail(self) -> Pieces: ...
 
 
-def encoder(format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes) -> Encoder:
-    """``ids`` and ``mask`` as bytes."""
+def encoder(format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes, positions: Indices | None) -> Encoder:
+    """``ids`` and ``mask`` as bytes; ``positions`` that are kept, None for all."""
     kind = {Encoding.RAW: _Raw, Encoding.FP8: _Fp8, Encoding.ZSTD: _Zstd}[Encoding(format.encoding)]
-    return kind(format, header, ids, mask)
+    return kind(format, header, ids, mask, positions)
 
 
 class _Raw:
-    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes) -> None:
-        self._format, self._header, self._ids, self._mask = format, header, ids, mask
+    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes, positions: Indices | None) -> None:
+        self._format, self._header, self._positions = format, header, positions
+        self._small: list[npt.NDArray[Any]] = [ids, mask] if positions is None else [positions, ids, mask]
         self._columns = None if format.kept.boundaries == format.captured.boundaries else format.columns
 
     def head(self) -> Pieces:
         yield self._header
 
     def block(self, block: StateBlock, data: Bytes) -> Pieces:
-        yield self._kept(block, data).reshape(-1)
+        if len(kept := self._kept(block, data)):
+            yield kept.reshape(-1)
 
     def tail(self) -> Pieces:
-        yield self._ids
-        yield self._mask
+        yield from self._small
 
     def _kept(self, block: StateBlock, data: Bytes) -> Bytes:
-        """[tokens, planes, bytes of a plane] of the planes that are kept."""
+        """[tokens, planes, bytes of a plane] of the positions and planes that are kept; of the block there may be none."""
         planes = data.reshape(-1, block.width, self._format.kept.hidden * self._format.item_size)
+        if self._positions is not None:
+            first, stop = np.searchsorted(self._positions, [block.token, block.token + len(planes)])
+            planes = planes[self._positions[first:stop] - block.token]
         return planes if block.name != AUX or self._columns is None else planes[:, self._columns]
 
 
 class _Fp8(_Raw):
     """Values first; the scales of all tensors behind them."""
 
-    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes) -> None:
-        super().__init__(format, header, ids, mask)
+    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes, positions: Indices | None) -> None:
+        super().__init__(format, header, ids, mask, positions)
         self._scales: list[Any] = []
 
     def block(self, block: StateBlock, data: Bytes) -> Pieces:
         dtype = self._format.captured.dtype
-        values, scales = quantise(words_of(self._kept(block, data).reshape(-1), dtype).reshape(-1, self._format.kept.hidden), dtype)
+        if not len(kept := self._kept(block, data)):
+            return
+        values, scales = quantise(words_of(kept.reshape(-1), dtype).reshape(-1, self._format.kept.hidden), dtype)
         self._scales.append(scales)
         yield values.reshape(-1)
 
@@ -78,15 +86,15 @@ class _Fp8(_Raw):
 
 
 class _Zstd(_Raw):
-    """One frame for header, ids and mask, and one for each chunk of a tensor, with its bytes sorted by significance: exponents compress."""
+    """One frame for header, positions, ids and mask, and one for each chunk of a tensor, with its bytes sorted by significance: exponents compress."""
 
-    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes) -> None:
-        super().__init__(format, header, ids, mask)
+    def __init__(self, format: SampleFormat, header: bytes, ids: Bytes, mask: Bytes, positions: Indices | None) -> None:
+        super().__init__(format, header, ids, mask, positions)
         self._codec = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
         self._name, self._pending, self._tokens = "", list[Bytes](), 0
 
     def head(self) -> Pieces:
-        yield self._codec.compress(self._header + self._ids.tobytes() + self._mask.tobytes())
+        yield self._codec.compress(b"".join([self._header, *(x.tobytes() for x in self._small)]))
 
     def block(self, block: StateBlock, data: Bytes) -> Pieces:
         if block.name != self._name:

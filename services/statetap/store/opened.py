@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..contracts.errors import ErrorCode, StatetapError, StoreError
 from ..contracts.sample_format import PLANES, SCALES, Encoding, SampleFormat
-from ..contracts.tensors import INPUT_IDS, LOSS_MASK, state_planes
+from ..contracts.tensors import INPUT_IDS, LOSS_MASK, POSITIONS, state_planes
 from .decode import SampleFile
 from .encode import by_value
 
@@ -68,9 +68,11 @@ class _Decompressed:
         self._format, self._planes = format, dict[str, Any]()
         with SampleFile(path, format) as f:
             _, header = f.head()
-            ids, mask = f.row(header)
-            self._tokens = len(ids)
+            ids, mask, positions = f.row(header)
+            self._tokens = len(ids) if positions is None else len(positions)
             self._small = {INPUT_IDS: torch.from_numpy(ids.copy()), LOSS_MASK: torch.from_numpy(mask.copy())}
+            if positions is not None:
+                self._small[POSITIONS] = torch.from_numpy(positions.copy())
             for name, _ in state_planes(format.kept):
                 tensor = header.tensors[name + PLANES]
                 self._planes[name] = f.read(tensor.stop - tensor.start)

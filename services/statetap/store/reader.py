@@ -22,7 +22,7 @@ from ..contracts.errors import ErrorCode, RequestError, StoreError
 from ..contracts.layout import COMPLETE, MANIFEST, NORM
 from ..contracts.profile import CaptureProfile, NormSpec
 from ..contracts.records import RowState
-from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS, LOSS_MASK
+from ..contracts.tensors import AUX, FINAL_POST, FINAL_PRE, INPUT_IDS, LOSS_MASK, POSITIONS
 from .acks import Acks, load_acks
 from .complete import load_completion
 from .delete import Reading
@@ -65,6 +65,8 @@ class SampleLoader:
                 LOSS_MASK: f.get_tensor(LOSS_MASK).long(),
                 AUX: self._aux(f.get_tensor(AUX)),
             }
+            if self._format.thinned:
+                item[POSITIONS] = f.get_tensor(POSITIONS).long()
             if self._final:
                 item[FINAL_POST] = self._final_state(f)
         return item
@@ -91,7 +93,8 @@ class JobDataset(Dataset[dict[str, torch.Tensor]]):
 
     ``input_ids`` [T] int64, ``loss_mask`` [T] int64, ``aux_hidden_states`` [T, K*H] and, unless ``final`` is None,
     ``final_hidden_states`` [T, H], both in the model's dtype, whatever the files' encoding. Raw states are mapped from the file and not copied where they are taken as they
-    lie there; writing into them does not change the file. Rows are unshifted.
+    lie there; writing into them does not change the file. Rows are unshifted. A job that keeps the states of some positions only has
+    ``positions`` [n] int64, ascending, and n rows of states in place of T.
 
     Args:
         boundaries: those to take, in this order (default: all that were kept).

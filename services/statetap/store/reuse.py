@@ -177,7 +177,7 @@ def _is_same(path: Path, format: SampleFormat, row: Row, record: RowRecord) -> b
             head, header = f.head()
             if not same_but_for_row(head, expected_header(format, row)):
                 return False
-            ids, mask = f.row(header)
+            ids, mask, _ = f.row(header)
             return np.array_equal(ids, row.input_ids) and np.array_equal(mask, row.loss_mask)
     except StatetapError:
         return False

@@ -18,6 +18,8 @@ import pyarrow.compute as pc
 
 from ..contracts.errors import ErrorCode, StoreError
 from ..contracts.layout import ROWS_PER_RECORD_BATCH
+from ..contracts.positions import ALL, Positions
+from .positions import Counts, count_kept
 
 SCHEMA = pa.schema(
     [
@@ -104,10 +106,25 @@ class RowsFile:
             found += column.slice(max(start - base, 0), min(stop - base, ROWS_PER_RECORD_BATCH) - max(start - base, 0)).to_pylist()
         return found
 
-    def lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+    def lengths(self) -> Iterator[Counts]:
         """Token counts of the rows of each record batch in order; 0 for a row that has an error."""
         for b in range(self._file.num_record_batches):
             batch = self._file.get_batch(b)
-            counts = pc.list_value_length(batch.column(0)).to_numpy(zero_copy_only=False).astype(np.int64)
-            good = pc.equal(batch.column(4), "").to_numpy(zero_copy_only=False)
-            yield np.where(good, counts, 0)
+            yield np.where(_good(batch), pc.list_value_length(batch.column(0)).to_numpy(zero_copy_only=False).astype(np.int64), 0)
+
+    def counts(self, positions: Positions) -> Iterator[tuple[Counts, Counts]]:
+        """:meth:`lengths`, and of the tokens those at ``positions``."""
+        if positions.kind == ALL:
+            yield from ((lengths, lengths) for lengths in self.lengths())
+            return
+        for b in range(self._file.num_record_batches):
+            batch = self._file.get_batch(b)
+            masks, good = batch.column(1), _good(batch)
+            offsets = masks.offsets.to_numpy().astype(np.int64)
+            kept = count_kept(positions, masks.flatten().to_numpy(), offsets - offsets[0])
+            yield np.where(good, np.diff(offsets), 0), np.where(good, kept, 0)
+
+
+def _good(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    good: npt.NDArray[np.bool_] = pc.equal(batch.column(4), "").to_numpy(zero_copy_only=False)
+    return good

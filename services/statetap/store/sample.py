@@ -29,6 +29,7 @@ from .check import Bytes, StateChecker, check_ids, check_states, check_tap_heade
 from .decode import SampleFile
 from .encode import Pieces, encoder
 from .fs import make_dirs, remove, store_error, write_all
+from .positions import kept_positions
 from .rows import Row
 
 _HASHED = 8 << 20
@@ -155,7 +156,11 @@ class SampleWriter:
         ids = np.empty(tensor.stop - tensor.start, np.uint8)
         _read(source, ids, tensor.start)
         check_ids(row.input_ids, ids)
-        encoded = encoder(self._format, expected_header(self._format, row), ids, row.loss_mask)
+        positions = kept_positions(self._format.where, row.loss_mask)
+        if positions is not None and not len(positions):
+            raise RowError(ErrorCode.NO_SUPERVISED_TOKEN, f"none of its {len(row.input_ids)} positions is to be kept: its loss mask is 0")
+        kept = len(row.input_ids) if positions is None else len(positions)
+        encoded = encoder(self._format, expected_header(self._format, row, kept), ids, row.loss_mask, positions)
         checker = StateChecker(self._profile, len(row.input_ids))
         buffer, digest = self._buffer(), xxhash.xxh3_64()
         with self._new_file(tmp) as fd:
@@ -214,10 +219,15 @@ def _start_write_back(fd: int, start: int, stop: int) -> None:
     os.posix_fadvise(fd, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)
 
 
-def expected_header(format: SampleFormat, row: Row) -> bytes:
-    """The first 4 KiB of the sample file of ``row``, decompressed."""
+def expected_header(format: SampleFormat, row: Row, kept: int | None = None) -> bytes:
+    """The first 4 KiB of the sample file of ``row``, decompressed. ``kept``: positions whose states it holds, where they were counted."""
+    if kept is None:
+        positions = kept_positions(format.where, row.loss_mask)
+        kept = len(row.input_ids) if positions is None else len(positions)
     ids = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(row.input_ids).data)
-    return format.header(len(row.input_ids), row=row.row, source_id=row.source_id, ids_xxh3=ids, schema_version=SCHEMA_VERSION).encode()
+    return format.header(
+        len(row.input_ids), kept, row=row.row, source_id=row.source_id, ids_xxh3=ids, schema_version=SCHEMA_VERSION
+    ).encode()
 
 
 _OF_THE_ROW = ("row", "source_id")
@@ -245,6 +255,8 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
     name = sample(row.row, generation, format.suffix)
     path = job_dir / name
     T = len(row.input_ids)
+    positions = kept_positions(format.where, row.loss_mask)
+    kept = T if positions is None else len(positions)
     digest = xxhash.xxh3_64()
     compressed = format.encoding == Encoding.ZSTD
 
@@ -253,7 +265,7 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
 
     try:
         with SampleFile(path, format) as f:
-            size, most = f.size, format.bytes(T)
+            size, most = f.size, format.bytes(T, kept)
             if size != most if format.exact else size > most:
                 raise corrupt(f"has {size} bytes, not {'up to ' if not format.exact else ''}{most}")
             # Of a compressed file the content is looked at here, and its bytes are hashed below.
@@ -264,15 +276,17 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
                 update(data.data)
                 return data
 
-            if read(BLOCK).tobytes() != expected_header(format, row):
+            if read(BLOCK).tobytes() != expected_header(format, row, kept):
                 raise corrupt(f"has a header that is not that of row {row.row}")
             if not compressed:
-                f.states(T, update)
+                f.states(kept, update)
+            if positions is not None and not np.array_equal(read(4 * kept).view(np.int32), positions):
+                raise corrupt(f"holds states of other positions than row {row.row} has of {format.positions}")
             check_ids(row.input_ids, read(4 * T))
             if not np.array_equal(read(T), row.loss_mask):
                 raise corrupt(f"has a loss mask that is not that of row {row.row}")
             if compressed:
-                f.states(T, update)
+                f.states(kept, update)
         if compressed:
             with open(path, "rb", buffering=0) as raw:
                 while data := raw.read(_HASHED):

@@ -21,6 +21,7 @@ from ..contracts.errors import ErrorCode, StatetapError
 from ..contracts.layout import MANIFEST, SAMPLE_NAME, folder
 from ..contracts.records import Batch, RowRecord, RowState
 from ..contracts.sample_format import SampleFormat
+from ..contracts.tensors import POSITIONS
 from .acks import load_acks
 from .complete import load_completion
 from .decode import SampleFile
@@ -192,7 +193,8 @@ def _check_file(job_dir: Path, format: SampleFormat, record: RowRecord, header: 
         # A file that was taken from an earlier job names the row and the source that it was captured for.
         right = same_but_for_row(head, header) if record.origin else head == header
         return None if right else problem(ErrorCode.FILE_CORRUPT, "the header is not that of this row of the dataset")
-    want = format.header(record.tokens, row=record.row, source_id="", ids_xxh3="", schema_version=0)
+    kept = found.tensors[POSITIONS].shape[0] if format.thinned and POSITIONS in found.tensors else record.tokens
+    want = format.header(record.tokens, kept, row=record.row, source_id="", ids_xxh3="", schema_version=0)
     if found.tensors == want.tensors:
         return None
     return problem(ErrorCode.SHAPE_MISMATCH, f"the header is not that of {record.tokens} tokens of this format")

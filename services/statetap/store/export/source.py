@@ -52,6 +52,12 @@ class Source:
         self.spec = load_job(job_dir)
         self.format = self.spec.sample_format
         self.profile = self.format.kept
+        if self.format.thinned:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"positions: the job keeps the states of {self.format.positions} alone, and {format.title} files hold those of every token",
+                next_step="Extract again with positions=all, or read the job with JobDataset.",
+            )
         completion = load_completion(job_dir)
         if completion is None:
             raise StoreError(ErrorCode.INCOMPLETE, what_is_missing(job_dir), next_step="Let the job end before you export it.")
@@ -130,7 +136,7 @@ class Source:
             path = self.job_dir / item.path
             try:
                 with SampleFile(path, self.format) as f:
-                    ids, mask = f.row(f.head()[1])
+                    ids, mask, _ = f.row(f.head()[1])
             except FileNotFoundError:
                 raise StoreError(ErrorCode.FILE_MISSING, f"{item.path} is not there") from None
             except OSError as e:
