@@ -2,6 +2,7 @@
 
     plain   requests without capture
     tap     the same with capture; tap files are removed after their reply, as a worker does
+    other   as tap, of a second engine (--other URL TAP): one with other flags
     disk    a job: real Redis, two real workers that prefill, check and commit to STORE
 
 and, in each round, the disk's own rate of durable files of the same size. Rates are of the middle of each round, between 15 % and 85 % of
@@ -55,9 +56,10 @@ def prompts(args: argparse.Namespace, seed: int) -> list[list[int]]:
     ]
 
 
-async def requests(args: argparse.Namespace, seed: int, *, capture: bool) -> Curve:
+async def requests(args: argparse.Namespace, seed: int, *, capture: bool, other: bool = False) -> Curve:
     lease, tokens = new_lease(), 0
-    folder = args.tap / lease
+    url, tap = (args.url, args.tap) if not other else (args.other[0], Path(args.other[1]))
+    folder = tap / lease
     folder.mkdir()
     (folder / LEASE_FILE).write_text("{}")
     todo = iter(enumerate(prompts(args, seed)))
@@ -70,13 +72,13 @@ async def requests(args: argparse.Namespace, seed: int, *, capture: bool) -> Cur
                 for i, ids in todo:
                     rid = new_rid(lease, i) if capture else f"plain-{lease}-{i}"
                     body = {"rid": rid, "input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-                    async with session.post(f"{args.url}/generate", json=body) as response:
+                    async with session.post(f"{url}/generate", json=body) as response:
                         reply = await response.json()
                         assert response.status == 200, reply
                     if capture:
                         outcome = reply["meta_info"]["capture"]
                         assert outcome["status"] == "ok" and outcome["rows"] == len(ids), outcome
-                        remover.submit((args.tap / outcome["path"]).unlink)
+                        remover.submit((tap / outcome["path"]).unlink)
                     tokens += len(ids)
                     curve.append((time.monotonic() - started, tokens))
 
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--write-threads", type=int, default=2)
     parser.add_argument("--encoding", default="raw", choices=[e.value for e in Encoding], help="of the job's files")
     parser.add_argument("--modes", default="plain,tap,disk")
+    parser.add_argument("--other", nargs=2, metavar=("URL", "TAP"), help="a second engine, for the mode `other`")
     parser.add_argument("--figures", default="", help="prefix of the figures' names")
     args = parser.parse_args()
     profile = CaptureProfile.from_dict(json.loads((args.tap / READY_FILE).read_text())["profile"])
@@ -173,6 +176,7 @@ def main() -> None:
     run: dict[str, Callable[[int], Curve]] = {
         "plain": lambda seed: asyncio.run(requests(args, seed, capture=False)),
         "tap": lambda seed: asyncio.run(requests(args, seed, capture=True)),
+        "other": lambda seed: asyncio.run(requests(args, seed, capture=True, other=True)),
         "disk": lambda seed: workers.job(args, seed) if workers else [],
     }
     rates: dict[str, list[float]] = {mode: [] for mode in [*modes, "disk_bytes"]}
@@ -217,6 +221,8 @@ def report(args: argparse.Namespace, profile: CaptureProfile, rates: dict[str, l
         figures["capture_over_plain"] = statistics.median(a / b for a, b in zip(rates["tap"], rates["plain"], strict=True)), "ratio"
         figures["tap_tok_s"] = m["tap"], "tok/s"
         figures["tap_gb_s"] = m["tap"] * profile.bytes_per_token / 1e9, "GB/s"
+    if "tap" in m and "other" in m:
+        figures["tap_over_other"] = statistics.median(a / b for a, b in zip(rates["tap"], rates["other"], strict=True)), "ratio"
     if "disk" in m and "plain" not in m:
         figures[f"disk_{args.encoding}_tok_s"] = m["disk"], "tok/s"
     if "disk" in m and "plain" in m:
