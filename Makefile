@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration models faults e2e trainers bench engine-soak figures docs clean engine-old
+.PHONY: help setup demo test check unit integration models faults e2e containers trainers bench engine-soak figures docs clean engine-old
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,9 @@ e2e: setup ## The whole stack by its command line
 engine-old: setup ## The engine's tests on SGLang 0.5.17, the oldest release that is known to work
 	@test -d $(VENV)/sglang-0.5.17 || $(PY) -m tests.support.other_sglang 0.5.17 $(VENV)/sglang-0.5.17
 	@PYTHONPATH=$(CURDIR)/$(VENV)/sglang-0.5.17 $(PY) -m pytest -q tests/integration/test_engine.py
+
+containers: setup ## docker compose --profile cpu from the project's own Dockerfiles, killed, stopped and gone on with (root: starts an engine of its own where there is none)
+	@$(PY) -m pytest -q tests/containers
 
 trainers: setup ## Exports, read by each trainer's own package in an environment of its own
 	@$(PY) -m tests.trainers.venvs $(VENV)/trainers
