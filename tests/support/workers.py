@@ -47,6 +47,7 @@ class Process:
     """A child whose output goes to a file, ended by its id."""
 
     def __init__(self, name: str, arguments: Sequence[str], env: dict[str, str], folder: Path) -> None:
+        self.name = name
         self.log_path = folder / f"{name}.log"
         with open(self.log_path, "ab") as log:
             self.popen = subprocess.Popen(

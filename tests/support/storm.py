@@ -1,0 +1,211 @@
+"""A storm of SIGKILLs over a running service. Whoever is killed is started again at once, as a restart policy would.
+
+Of each killed worker or horse that held a batch it is measured how long the batch was without a holder. What the storm left on the
+store is counted by :func:`audit`, which trusts nothing that the service says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from statetap.contracts import keys
+from statetap.contracts.capture import LEASE_FILE
+from statetap.contracts.layout import TEMP_PREFIX
+from statetap.engine.sweep import LEASE_DEAD_AFTER_S, sweep
+from statetap.store.ledger import fold, segments_by_batch
+from statetap.store.plan import read_plan
+from statetap.store.verify import verify_job
+from tests.support.redis import RedisServer, free_port
+from tests.support.service import Service
+from tests.support.stack import ledger_lines
+from tests.support.workers import Process, eventually
+
+KINDS = ("worker", "horse", "coordinator")
+
+
+@dataclass
+class Loss:
+    """A batch whose holder was killed. ``back``: when another attempt had it (monotonic); 0 while none has."""
+
+    batch: int
+    holder: str
+    at: float
+    back: float = 0.0
+    ended: bool = False  # its rows all had their outcome already: nothing was to be run again
+
+
+class Storm:
+    """Use as a context manager around the job's run."""
+
+    def __init__(self, service: Service, redis_server: RedisServer, job_id: str, seed: int, every_s: tuple[float, float]) -> None:
+        self.service = service
+        self.job_id = job_id
+        self.kills: Counter[str] = Counter()
+        self.losses: list[Loss] = []
+        self._random = random.Random(seed)
+        self._every_s = every_s
+        self._workers = {p.name: p for p in service.rig.processes if p.name.startswith("worker")}
+        self._redis = redis_server.client()
+        self._outstanding = keys.outstanding(service.rig.profile.profile_id)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="storm")
+
+    def __enter__(self) -> Storm:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._redis.close()
+
+    def run(self, over: Callable[[], bool], timeout_s: float) -> None:
+        """Kill until ``over()``."""
+        deadline = time.monotonic() + timeout_s
+        while not over():
+            following = time.monotonic() + self._random.uniform(*self._every_s)
+            kind = self._random.choice(KINDS)
+            self.kill(kind, self._random.choice(self._with_horse() or sorted(self._workers) if kind == "horse" else sorted(self._workers)))
+            while time.monotonic() < following and not over():
+                self._closing.wait(0.02)  # between two looks
+            assert time.monotonic() < deadline, f"not over after {timeout_s:.0f} s and {sum(self.kills.values())} kills"
+
+    def _with_horse(self) -> list[str]:
+        return sorted(n for n, w in self._workers.items() if w.horse())
+
+    def kill(self, kind: str, name: str) -> None:
+        """Kill one of a kind; a worker without a horse dies itself."""
+        if kind == "coordinator":
+            self.service.api.kill()
+            self.service.api.spawn()
+        else:
+            worker = self._workers[name]
+            horse = worker.horse()
+            holds = self._held_by(horse) if horse else None
+            if kind == "horse" and horse is not None:
+                os.kill(horse.pid, signal.SIGKILL)
+            else:
+                kind = "worker"
+                self._restart(worker)
+            if holds:
+                self.losses.append(Loss(batch=holds[0], holder=holds[1], at=time.monotonic()))
+        self.kills[kind] += 1
+
+    def _restart(self, worker: Process) -> None:
+        worker.kill()
+        self.service.rig.processes.remove(worker)
+        self._workers[worker.name] = self.service.rig.start_worker(worker.name)
+
+    def _held_by(self, horse: psutil.Process) -> tuple[int, str] | None:
+        """(batch, lease) of a horse, by its note in the tap."""
+        for note in self.service.rig.tap.glob(f"*/{LEASE_FILE}"):
+            try:
+                if json.loads(note.read_bytes()).get("pid") != horse.pid:
+                    continue
+            except (OSError, ValueError):
+                continue  # just being written or removed
+            batches = [int(f.rpartition(":")[2]) for f in self._redis.hkeys(self._outstanding)]
+            holders = self._holders(batches)
+            return next(((b, h) for b, h in zip(batches, holders, strict=True) if h == note.parent.name), None)
+        return None
+
+    def _holders(self, batches: list[int]) -> list[str | None]:
+        return self._redis.mget([keys.lease(self.job_id, b) for b in batches]) if batches else []
+
+    def _watch(self) -> None:
+        while not self._closing.wait(0.02):  # between two looks
+            waiting = [loss for loss in self.losses if not loss.back and not loss.ended]
+            if not waiting:
+                continue
+            holders = self._holders([loss.batch for loss in waiting])
+            given = self._redis.hmget(self._outstanding, [f"{self.job_id}:{loss.batch}" for loss in waiting])
+            now = time.monotonic()
+            for loss, holder, entry in zip(waiting, holders, given, strict=True):
+                if holder is not None and holder != loss.holder:
+                    loss.back = now
+                elif holder is None and entry is None:
+                    loss.ended = self._all_rows(loss.batch)
+
+    def _all_rows(self, batch: int) -> bool:
+        path = self.service.path(self.job_id)
+        return len(fold(segments_by_batch(path).get(batch, []))) == read_plan(path)[batch].rows
+
+    def recovery_s(self) -> list[float]:
+        """Seconds for which each lost batch had no holder, sorted. All that were lost are back, or had nothing left to do."""
+        never = [loss for loss in self.losses if not loss.back and not loss.ended]
+        assert not never, never
+        return sorted(loss.back - loss.at for loss in self.losses if loss.back)
+
+
+def p99(values: list[float]) -> float:
+    """Of sorted values."""
+    return values[min(int(len(values) * 0.99), len(values) - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Counts over the files of a job: all are 0 where the promises were kept."""
+
+    lost: int  # rows without a terminal record
+    doubled: int  # rows with more than one file or more than one record, and files that no record names
+    bad: int  # files that are not what was recorded and what the dataset asks for
+    quarantined: int
+    temps: int
+
+
+def audit(service: Service, job_id: str, rows: int) -> Audit:
+    """Count on the store what the storm left of a job of ``rows`` good rows."""
+    path = service.path(job_id)
+    records = {row: record for segments in segments_by_batch(path).values() for row, record in fold(segments).items()}
+    lines = Counter(line["row"] for line in ledger_lines(path))
+    files = {str(p.relative_to(path)) for p in path.glob("rows_*/*") if not p.name.startswith(TEMP_PREFIX)}
+    report = verify_job(path, service.rig.store / "datasets" / "ds-1" / "rows.arrow")
+    return Audit(
+        lost=rows - sum(r.state == "done" for r in records.values()),
+        doubled=sum(n > 1 for n in lines.values()) + len(files ^ {r.path for r in records.values()}),
+        bad=sum(report.counts.values()),
+        quarantined=sum(r.code == "poisoned" for r in records.values()),
+        temps=len(list(path.rglob(f"{TEMP_PREFIX}*"))),
+    )
+
+
+def wait_tap_empty(service: Service) -> None:
+    """Wait for the horses' last moments; what dead workers left, the engine's own sweep removes (here with a clock that is ahead)."""
+    tap = service.rig.tap
+    eventually("no batch is given out", lambda: not service.rig.redis.hlen(keys.outstanding(service.rig.profile.profile_id)), 30)
+    sweep(tap, time.time() + LEASE_DEAD_AFTER_S + 1)
+    eventually("the tap is empty", lambda: sorted(p.name for p in tap.iterdir()) == ["READY.json", "norm.safetensors"])
+
+
+def completed(service: Service, job_id: str) -> Callable[[], bool]:
+    """A look at the store: has the job ended, and well?"""
+    control = service.path(job_id) / "control.json"
+
+    def look() -> bool:
+        state = json.loads(control.read_bytes())["state"]
+        assert state not in ("failed", "cancelled", "completed_with_errors"), control.read_text()
+        return bool(state == "completed")
+
+    return look
+
+
+def samples(path: Path) -> dict[str, Path]:
+    """Name below the job's folder -> file."""
+    return {str(p.relative_to(path)): p for p in path.glob("rows_*/*")}
+
+
+def storm_service(folder: Path, redis_url: str, *, workers: int, window: int) -> Service:
+    """A service whose coordinator keeps its port and whose workers come back with the same settings. Not entered yet."""
+    settings = {"PORT": str(free_port()), "TICK_S": "1.0"}
+    return Service(folder, redis_url, settings=settings, window=window, workers_per_engine=workers)
