@@ -28,9 +28,9 @@ def rows_of(count: int) -> list[list[int]]:
 def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_server: RedisServer) -> None:
     rows = rows_of(ROWS)
     (tmp_path / "storm").mkdir()
-    with storm_service(tmp_path / "storm", redis_server.url, workers=WORKERS, window=4) as service:
+    with storm_service(tmp_path / "storm", redis_server.url, workers=WORKERS, window=2) as service:
         service.dataset(rows)
-        service.start(workers=WORKERS, delay_ms=times(150, 300))
+        service.start(workers=WORKERS, delay_ms=times(70, 150))
         job = service.api.submit("ds-1")["job_id"]
         with Storm(service, redis_server, job, SEED, (0.5, 2.0)) as storm:
             storm.run(completed(service, job), 900)
@@ -40,7 +40,7 @@ def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_s
             f"{ROWS:,} rows, {kills} kills ({', '.join(f'{n} {k}' for k, n in sorted(storm.kills.items()))}), {len(recovery)} batches lost"
         )
         print(f"\n{note}; recovery: median {recovery[len(recovery) // 2]:.1f} s, p99 {p99(recovery):.1f} s, worst {recovery[-1]:.1f} s")
-        seen = audit(service, job, ROWS)
+        seen = audit(service, job, ROWS, storm.read)
         figure("faults.kills", kills, "kills", note)
         figure("faults.rows_lost", seen.lost, "rows", note)
         figure("faults.duplicates", seen.doubled, "rows and files", note)

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import xxhash
 
 from statetap.contracts import keys
 from statetap.contracts.capture import LEASE_FILE
-from statetap.contracts.layout import TEMP_PREFIX
+from statetap.contracts.layout import ROWS, TEMP_PREFIX, dataset_dir
 from statetap.engine.sweep import LEASE_DEAD_AFTER_S, sweep
+from statetap.store.jobs import load_job
 from statetap.store.ledger import fold, segments_by_batch
 from statetap.store.plan import read_plan
 from statetap.store.verify import verify_job
@@ -30,8 +32,6 @@ from tests.support.redis import RedisServer, free_port
 from tests.support.service import Service
 from tests.support.stack import ledger_lines
 from tests.support.workers import Process, eventually
-
-KINDS = ("worker", "horse", "coordinator")
 
 
 @dataclass
@@ -59,15 +59,20 @@ class Storm:
         self._redis = redis_server.client()
         self._outstanding = keys.outstanding(service.rig.profile.profile_id)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="storm")
+        self._path = service.path(job_id)
+        self.read: dict[str, str] = {}
+        """Name of each sample file -> xxh3 of what a reader found that read it as soon as it was there."""
+        self._threads = [threading.Thread(target=f, name=f.__name__) for f in (self._watch, self._read)]
 
     def __enter__(self) -> Storm:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._redis.close()
 
     def run(self, over: Callable[[], bool], timeout_s: float) -> None:
@@ -75,17 +80,18 @@ class Storm:
         deadline = time.monotonic() + timeout_s
         while not over():
             following = time.monotonic() + self._random.uniform(*self._every_s)
-            kind = self._random.choice(KINDS)
-            self.kill(kind, self._random.choice(self._with_horse() or sorted(self._workers) if kind == "horse" else sorted(self._workers)))
+            self.kill(*self._random.choice(self._living()))
             while time.monotonic() < following and not over():
                 self._closing.wait(0.02)  # between two looks
             assert time.monotonic() < deadline, f"not over after {timeout_s:.0f} s and {sum(self.kills.values())} kills"
 
-    def _with_horse(self) -> list[str]:
-        return sorted(n for n, w in self._workers.items() if w.horse())
+    def _living(self) -> list[tuple[str, str]]:
+        """(kind, worker's name) of every process that may be killed."""
+        workers = sorted(self._workers)
+        return [("coordinator", ""), *(("worker", n) for n in workers), *(("horse", n) for n in workers if self._workers[n].horse())]
 
     def kill(self, kind: str, name: str) -> None:
-        """Kill one of a kind; a worker without a horse dies itself."""
+        """Kill ``coordinator``, or the worker of this name, or its ``horse`` (the worker, where that has just ended)."""
         if kind == "coordinator":
             self.service.api.kill()
             self.service.api.spawn()
@@ -137,6 +143,16 @@ class Storm:
                 elif holder is None and entry is None:
                     loss.ended = self._all_rows(loss.batch)
 
+    def _read(self) -> None:
+        """The reader of promise 2: it looks at names only, as a trainer would, and knows nothing of ledgers."""
+        while True:
+            last = self._closing.wait(0.2)  # between two looks
+            for name, path in samples(self._path).items():
+                if name not in self.read and not path.name.startswith(TEMP_PREFIX):
+                    self.read[name] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+            if last:
+                return
+
     def _all_rows(self, batch: int) -> bool:
         path = self.service.path(self.job_id)
         return len(fold(segments_by_batch(path).get(batch, []))) == read_plan(path)[batch].rows
@@ -162,21 +178,23 @@ class Audit:
     bad: int  # files that are not what was recorded and what the dataset asks for
     quarantined: int
     temps: int
+    torn: int = 0  # files that a reader found to be something else when they had just appeared
 
 
-def audit(service: Service, job_id: str, rows: int) -> Audit:
-    """Count on the store what the storm left of a job of ``rows`` good rows."""
+def audit(service: Service, job_id: str, rows: int, read: dict[str, str] | None = None) -> Audit:
+    """Count on the store what the storm left of a job of ``rows`` good rows. ``read``: of a reader beside it, as ``Storm.read``."""
     path = service.path(job_id)
     records = {row: record for segments in segments_by_batch(path).values() for row, record in fold(segments).items()}
     lines = Counter(line["row"] for line in ledger_lines(path))
     files = {str(p.relative_to(path)) for p in path.glob("rows_*/*") if not p.name.startswith(TEMP_PREFIX)}
-    report = verify_job(path, service.rig.store / "datasets" / "ds-1" / "rows.arrow")
+    report = verify_job(path, service.rig.store / dataset_dir(load_job(path).dataset_id) / ROWS)
     return Audit(
         lost=rows - sum(r.state == "done" for r in records.values()),
         doubled=sum(n > 1 for n in lines.values()) + len(files ^ {r.path for r in records.values()}),
         bad=sum(report.counts.values()),
         quarantined=sum(r.code == "poisoned" for r in records.values()),
         temps=len(list(path.rglob(f"{TEMP_PREFIX}*"))),
+        torn=sum(read.get(r.path) != r.xxh3 for r in records.values()) if read is not None else 0,
     )
 
 
