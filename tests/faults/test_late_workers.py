@@ -28,7 +28,7 @@ def test_what_a_worker_commits_after_its_lease_is_discarded(rig: Rig) -> None:
     for batch in range(len(job.batches)):
         job.give(batch)
         caught += caught < ROUNDS and woke_late(job, batch, workers)
-        eventually(f"batch {batch} is done", lambda b=batch: has_all(job, b))
+        eventually(f"batch {batch} is done", lambda b=batch: has_all(job, b), 60)
     assert caught == ROUNDS
     late = sum(worker.log.count("event=late_commit_discarded") for worker in workers)
     print(f"\n{caught} horses woke after their lease; {late} late commits were discarded")
@@ -39,7 +39,7 @@ def test_what_a_worker_commits_after_its_lease_is_discarded(rig: Rig) -> None:
 
 def woke_late(job: Job, batch: int, workers: list[Process]) -> bool:
     """Stop the batch's horse until another has finished the batch, then wake it; False when it was over too early."""
-    eventually("it has begun", lambda: batch in job.totals() and job.totals()[batch].rows)
+    eventually("it has begun", lambda: batch in job.totals() and job.totals()[batch].rows, 60)
     worker = next(w for w in workers if f"event=batch_started job={job.id} batch={batch} attempt=1" in w.log)
     horse = worker.horse()
     if horse is None:
@@ -48,13 +48,13 @@ def woke_late(job: Job, batch: int, workers: list[Process]) -> bool:
     try:
         if has_all(job, batch) or job.totals()[batch].rows == ROWS:
             return False
-        eventually("its lease has lapsed", lambda: job.lease(batch) is None)
+        eventually("its lease has lapsed", lambda: job.lease(batch) is None, 60)
         job.requeue(batch)
-        eventually("another has finished it", lambda: has_all(job, batch))
+        eventually("another has finished it", lambda: has_all(job, batch), 60)
         before = on_store(job, batch)
     finally:
         os.kill(horse.pid, signal.SIGCONT)
-    eventually("it ends", lambda: f"event=batch_ended job={job.id} batch={batch} attempt=1" in worker.log)
+    eventually("it ends", lambda: f"event=batch_ended job={job.id} batch={batch} attempt=1" in worker.log, 60)
     ended = next(line for line in worker.log.splitlines() if f"event=batch_ended job={job.id} batch={batch} attempt=1" in line)
     assert "reason=lost" in ended, ended
     assert on_store(job, batch) == before

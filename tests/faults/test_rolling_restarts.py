@@ -15,7 +15,7 @@ from tests.support.storm import Audit, audit, completed, storm_service, wait_tap
 from tests.support.workers import Process, eventually
 
 RESTARTS = times(10, 100)
-ROWS = times(700, 7_000)
+ROWS = times(900, 9_000)
 PROGRESS = 40  # rows between two restarts
 GRACE_S = 10.0  # STATETAP_DRAIN_S of these workers; compose and the chart give more than that
 COORDINATOR_GRACE_S = 5.0

@@ -253,6 +253,10 @@ class Coordinator:
         self.spawn()
         return self.wait_ready()
 
+    def listens(self) -> bool:
+        """Whether the process that was spawned last listens."""
+        return self._port_file.exists()
+
     def wait_ready(self) -> Coordinator:
         """Wait until the process that was spawned listens."""
         assert self._process is not None

@@ -56,6 +56,7 @@ class Storm:
         self._random = random.Random(seed)
         self._every_s = every_s
         self._workers = {p.name: p for p in service.rig.processes if p.name.startswith("worker")}
+        self._restarts: Counter[str] = Counter()
         self._redis = redis_server.client()
         self._outstanding = keys.outstanding(service.rig.profile.profile_id)
         self._closing = threading.Event()
@@ -80,15 +81,18 @@ class Storm:
         deadline = time.monotonic() + timeout_s
         while not over():
             following = time.monotonic() + self._random.uniform(*self._every_s)
-            self.kill(*self._random.choice(self._living()))
+            living = self._living()
+            if living:
+                self.kill(*self._random.choice(living))
             while time.monotonic() < following and not over():
                 self._closing.wait(0.02)  # between two looks
             assert time.monotonic() < deadline, f"not over after {timeout_s:.0f} s and {sum(self.kills.values())} kills"
 
     def _living(self) -> list[tuple[str, str]]:
-        """(kind, worker's name) of every process that may be killed."""
-        workers = sorted(self._workers)
-        return [("coordinator", ""), *(("worker", n) for n in workers), *(("horse", n) for n in workers if self._workers[n].horse())]
+        """(kind, worker's name) of every process that has come up: what is killed while it starts has not been at work since its last kill."""
+        up = [n for n, w in sorted(self._workers.items()) if w.log.count("event=worker_started") > self._restarts[n]]
+        coordinator = [("coordinator", "")] if self.service.api.listens() else []
+        return coordinator + [("worker", n) for n in up] + [("horse", n) for n in up if self._workers[n].horse()]
 
     def kill(self, kind: str, name: str) -> None:
         """Kill ``coordinator``, or the worker of this name, or its ``horse`` (the worker, where that has just ended)."""
@@ -110,6 +114,7 @@ class Storm:
 
     def _restart(self, worker: Process) -> None:
         worker.kill()
+        self._restarts[worker.name] += 1
         self.service.rig.processes.remove(worker)
         self._workers[worker.name] = self.service.rig.start_worker(worker.name)
 
@@ -130,7 +135,7 @@ class Storm:
         return self._redis.mget([keys.lease(self.job_id, b) for b in batches]) if batches else []
 
     def _watch(self) -> None:
-        while not self._closing.wait(0.02):  # between two looks
+        while not self._closing.wait(0.05):  # between two looks
             waiting = [loss for loss in self.losses if not loss.back and not loss.ended]
             if not waiting:
                 continue
@@ -146,10 +151,12 @@ class Storm:
     def _read(self) -> None:
         """The reader of promise 2: it looks at names only, as a trainer would, and knows nothing of ledgers."""
         while True:
-            last = self._closing.wait(0.2)  # between two looks
-            for name, path in samples(self._path).items():
-                if name not in self.read and not path.name.startswith(TEMP_PREFIX):
-                    self.read[name] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+            last = self._closing.wait(0.5)  # between two looks
+            for folder in [e for e in os.scandir(self._path) if e.name.startswith("rows_")]:
+                for entry in os.scandir(folder):
+                    name = f"{folder.name}/{entry.name}"
+                    if name not in self.read and not entry.name.startswith(TEMP_PREFIX):
+                        self.read[name] = xxhash.xxh3_64_hexdigest(Path(entry.path).read_bytes())
             if last:
                 return
 
