@@ -18,6 +18,7 @@ from tests.support.storm import completed, storm_service, wait_tap_empty
 from tests.support.workers import eventually
 
 ROWS = times(5_000, 100_000)
+TOKENS = times(60, 8)  # so that the short form has many batches too, and the full one fits on a disk
 WARM = 0.1  # of the rows: till then caches fill
 SLOPE_MIB = 1.0  # a process, for 10,000 rows
 REDIS_MIB = 200
@@ -45,7 +46,7 @@ class Watched:
 @pytest.mark.timeout(1500 if FULL else 120)
 def test_nothing_grows_with_the_rows_that_went_by(tmp_path: Path, redis_server: RedisServer) -> None:
     with storm_service(tmp_path, redis_server.url, workers=2, window=32) as service:
-        service.dataset(token_rows(ROWS, 8))
+        service.dataset(token_rows(ROWS, TOKENS))
         service.start(workers=2)
         watched = {
             "coordinator": Watched(psutil.Process(service.api.pid)),
