@@ -66,7 +66,7 @@ def test_no_acknowledged_submission_is_lost_with_what_is_killed(tmp_path: Path, 
         try:
             for _ in range(KILLS):
                 jobs, rows = len(submitter.acknowledged), service.rig.stats()["requests"]
-                # At once after a 202: Redis itself loses what it was told in the last second (appendfsync everysec).
+                # At once after a 202, while the next one is being answered.
                 eventually("rows are prefilled", lambda n=rows: service.rig.stats()["requests"] > n + 10, 60)
                 eventually("a job is acknowledged", lambda n=jobs: len(submitter.acknowledged) > n or not submitter.is_alive(), 60)
                 if victim == "redis":
