@@ -64,13 +64,16 @@ def test_no_acknowledged_submission_is_lost_with_what_is_killed(tmp_path: Path, 
         submitter = Submitter(service)
         submitter.start()
         try:
-            for _ in range(KILLS):
+            for n in range(KILLS):
                 jobs, rows = len(submitter.acknowledged), service.rig.stats()["requests"]
                 # At once after a 202, while the next one is being answered.
-                eventually("rows are prefilled", lambda n=rows: service.rig.stats()["requests"] > n + 10, 60)
-                eventually("a job is acknowledged", lambda n=jobs: len(submitter.acknowledged) > n or not submitter.is_alive(), 60)
+                eventually("rows are prefilled", lambda k=rows: service.rig.stats()["requests"] > k + 10, 60)
+                eventually("a job is acknowledged", lambda k=jobs: len(submitter.acknowledged) > k or not submitter.is_alive(), 60)
                 if victim == "redis":
+                    noticed = service.api.log.read_text().count("Redis is away")
                     redis_server.kill()
+                    if n % 5 == 0:  # else it is back before anybody looks
+                        eventually("the reconciler notices", lambda k=noticed: service.api.log.read_text().count("Redis is away") > k)
                     redis_server.start()
                 else:
                     service.api.kill()
