@@ -57,7 +57,7 @@ def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_s
         _equal_to_a_quiet_run(tmp_path / "quiet", rows, samples(service.path(job)))
 
 
-@pytest.mark.parametrize("kind", ["worker", "horse"])
+@pytest.mark.parametrize("kind", ["worker", "horse"] if FULL else ["worker"])
 def test_a_lost_batch_runs_again_in_time_though_every_worker_is_at_a_long_one(tmp_path: Path, redis_server: RedisServer, kind: str) -> None:
     with storm_service(tmp_path, redis_server.url, workers=2, window=4) as service:
         service.dataset(rows_of(10_000))

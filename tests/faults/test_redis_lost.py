@@ -20,7 +20,7 @@ from tests.support.workers import eventually
 CLEAN = Audit(lost=0, doubled=0, bad=0, quarantined=0, temps=0)
 KILLS = times(5, 50)
 WIPES = times(2, 10)
-SMALL, BIG = 60, times(1_200, 6_000)
+SMALL, BIG = 60, times(600, 6_000)
 
 
 class Submitter(threading.Thread):
@@ -104,7 +104,7 @@ def test_a_job_whose_redis_is_wiped_is_rebuilt_from_the_store_and_no_row_is_redo
         wipes = 0
         while wipes < WIPES:
             before = service.rig.stats()["requests"]
-            eventually("rows are prefilled", lambda n=before: over() or service.rig.stats()["requests"] > n + 200, 60)
+            eventually("rows are prefilled", lambda n=before: over() or service.rig.stats()["requests"] > n + 100, 60)
             assert not over(), f"completed after {wipes} wipes"
             wipe(redis_server, disk)
             wipes += 1
@@ -130,10 +130,10 @@ def wipe(redis_server: RedisServer, disk: str) -> None:
 def test_a_host_that_lost_everything_but_its_store_goes_on_from_there(tmp_path: Path, redis_server: RedisServer) -> None:
     """All processes are killed and Redis comes back empty: only what was in flight is prefilled twice."""
     with storm_service(tmp_path, redis_server.url, workers=2, window=4) as service:
-        service.dataset(token_rows(1_200, 120))
+        service.dataset(token_rows(600, 240))
         service.start(workers=2, delay_ms=50)
         job = service.api.submit("ds-1")["job_id"]
-        eventually("rows are prefilled", lambda: service.rig.stats()["requests"] > 300)
+        eventually("rows are prefilled", lambda: service.rig.stats()["requests"] > 200, 60)
         service.api.kill()
         for name in ("worker-0", "worker-1"):
             worker = next(p for p in service.rig.processes if p.name == name)
@@ -145,9 +145,9 @@ def test_a_host_that_lost_everything_but_its_store_goes_on_from_there(tmp_path: 
         before = service.rig.stats()["rows"]
         for name in ("worker-0", "worker-1"):
             service.rig.start_worker(name)
-        service.api.start().until_state(job, "completed", seconds=60)
+        service.api.start().until_state(job, "completed", seconds=90)
         after = service.rig.stats()["rows"]
-        assert len(finished) > 100 and {row for row in finished if after[row] != before[row]} == set()
+        assert len(finished) > 50 and {row for row in finished if after[row] != before[row]} == set()
         assert sum(n > 1 for n in after.values()) <= 2 * (4 + 128)
-        assert audit(service, job, 1_200) == CLEAN
+        assert audit(service, job, 600) == CLEAN
         wait_tap_empty(service)
