@@ -184,7 +184,7 @@ class Audit:
     doubled: int  # rows with more than one file or more than one record, and files that no record names
     bad: int  # files that are not what was recorded and what the dataset asks for
     quarantined: int
-    temps: int
+    temps: int  # beside the samples; what a killed coordinator leaves of the job's own files, gc removes
     torn: int = 0  # files that a reader found to be something else when they had just appeared
 
 
@@ -200,7 +200,7 @@ def audit(service: Service, job_id: str, rows: int, read: dict[str, str] | None 
         doubled=sum(n > 1 for n in lines.values()) + len(files ^ {r.path for r in records.values()}),
         bad=sum(report.counts.values()),
         quarantined=sum(r.code == "poisoned" for r in records.values()),
-        temps=len(list(path.rglob(f"{TEMP_PREFIX}*"))),
+        temps=len(list(path.glob(f"rows_*/{TEMP_PREFIX}*"))),
         torn=sum(read.get(r.path) != r.xxh3 for r in records.values()) if read is not None else 0,
     )
 
