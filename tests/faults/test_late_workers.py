@@ -20,7 +20,8 @@ Kept = dict[str, object]
 
 @pytest.mark.timeout(900 if FULL else 120)
 def test_what_a_worker_commits_after_its_lease_is_discarded(rig: Rig) -> None:
-    """The lease lapses by itself. Nothing on the store changes when the stopped horse wakes with its window in its hands."""
+    """The lease lapses by itself. Nothing on the store changes when the stopped horse wakes with its window in its hands. Seen to fail with a
+    commit that renames instead of linking: the late file takes the place of the first."""
     rig.start_engine(delay_ms=50)
     workers = [rig.start_worker(f"worker-{n}", module="tests.faults.short_lease_worker", STATETAP_WINDOW=4) for n in range(2)]
     spare = 3 + ROUNDS // 10  # a batch may be over before its horse is stopped

@@ -45,6 +45,7 @@ def test_redis_wiped_under_load_costs_no_row(rig: Rig) -> None:
 
 
 def test_a_worker_starts_before_redis_and_serves_when_it_is_there(rig: Rig, redis_server: RedisServer) -> None:
+    """Seen to fail with a serve() that lets the error of RQ's own start end the process."""
     rig.start_engine()
     redis_server.kill()
     worker = rig.start_worker()

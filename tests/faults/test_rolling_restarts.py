@@ -23,6 +23,7 @@ COORDINATOR_GRACE_S = 5.0
 
 @pytest.mark.timeout(1200 if FULL else 120)
 def test_rolling_restarts_repeat_no_row_and_end_in_time(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Seen to fail with a horse that SIGTERM ends at once: its window is prefilled twice."""
     with storm_service(tmp_path, redis_server.url, workers=3, window=8) as service:
         service.dataset(token_rows(ROWS, 150))
         service.start(workers=3, delay_ms=250)

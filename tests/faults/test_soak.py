@@ -45,6 +45,7 @@ class Watched:
 
 @pytest.mark.timeout(1500 if FULL else 120)
 def test_nothing_grows_with_the_rows_that_went_by(tmp_path: Path, redis_server: RedisServer) -> None:
+    """Seen to fail with a parent that leaves a file open for each horse. The slope is asked of the full form only."""
     with storm_service(tmp_path, redis_server.url, workers=2, window=32) as service:
         service.dataset(token_rows(ROWS, TOKENS))
         service.start(workers=2)
