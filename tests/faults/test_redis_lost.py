@@ -97,6 +97,7 @@ def test_no_acknowledged_submission_is_lost_with_what_is_killed(tmp_path: Path, 
 def test_a_job_whose_redis_is_wiped_is_rebuilt_from_the_store_and_no_row_is_redone(
     tmp_path: Path, redis_server: RedisServer, disk: str
 ) -> None:
+    """Seen to fail with a resume that does not believe the ledger (FLUSHALL)."""
     with storm_service(tmp_path, redis_server.url, workers=2, window=4) as service:
         service.dataset(token_rows(BIG, 120, seed=SEED))
         service.start(workers=2, delay_ms=50)
