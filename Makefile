@@ -50,8 +50,8 @@ integration: setup ## Real redis-server, real SGLang, one service at a time
 models: setup ## Capture on every model of docs/models.md, against transformers; STATETAP_MODELS=short or names
 	@$(PY) -m pytest -q tests/models
 
-faults: setup ## Killed workers, full disks, torn writes
-	@$(PY) -m pytest -q tests/faults
+faults: setup ## Killed workers, full disks, torn writes: the full form (tens of minutes); `make test` runs the short one
+	@STATETAP_FAULTS=full $(PY) -m pytest -q -s tests/faults
 
 e2e: setup ## The whole stack by its command line
 	@$(PY) -m pytest -q tests/e2e

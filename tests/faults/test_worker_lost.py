@@ -27,6 +27,7 @@ def running(rig: Rig) -> tuple[Process, Job, psutil.Process]:
 
 
 def test_a_killed_workers_horse_dies_with_it_and_its_rows_run_again(rig: Rig) -> None:
+    """Seen to fail without the horse's PR_SET_PDEATHSIG: it lives on and does the batch to its end."""
     rig.start_engine(delay_ms=20)
     victim, job, horse = running(rig)
     victim.kill()
@@ -49,6 +50,7 @@ def test_a_killed_workers_horse_dies_with_it_and_its_rows_run_again(rig: Rig) ->
 
 
 def test_a_killed_horse_is_replaced_and_its_tap_folder_goes_at_once(rig: Rig) -> None:
+    """Seen to fail with a parent that leaves its dead horse's folder to the engine's sweep."""
     rig.start_engine(delay_ms=20)
     worker, job, horse = running(rig)
     for _ in range(3):
@@ -66,25 +68,8 @@ def test_a_killed_horse_is_replaced_and_its_tap_folder_goes_at_once(rig: Rig) ->
     assert rig.stats()["requests"] <= ROWS + 3 * (WINDOW + 128)
 
 
-def test_a_worker_that_wakes_after_its_lease_does_no_harm(rig: Rig) -> None:
-    rig.start_engine(delay_ms=20)
-    zombie, job, horse = running(rig)
-    os.kill(horse.pid, signal.SIGSTOP)
-    job.wait_lapsed()
-    job.requeue(0)
-    rig.start_worker("heir", STATETAP_WINDOW=WINDOW)
-    job.wait_done()
-    before = {row: (record.xxh3, record.at) for row, record in job.ledger().items()}
-    totals = job.totals()
-    os.kill(horse.pid, signal.SIGCONT)
-    eventually("the zombie ends", lambda: "event=batch_ended" in zombie.log)
-    assert "reason=lost" in zombie.log
-    assert {row: (record.xxh3, record.at) for row, record in job.ledger().items()} == before
-    assert job.totals() == totals
-    assert job.finish().done == ROWS
-
-
 def test_sigterm_finishes_the_window_and_repeats_nothing(rig: Rig) -> None:
+    """Seen to fail with a horse that does not install drain's handler: it goes on to the batch's end."""
     rig.start_engine(delay_ms=20)
     worker, job, _ = running(rig)
     assert worker.term(15) == 0
@@ -99,6 +84,7 @@ def test_sigterm_finishes_the_window_and_repeats_nothing(rig: Rig) -> None:
 
 
 def test_sigterm_does_not_wait_for_a_prefill_that_hangs(rig: Rig) -> None:
+    """Seen to fail with a drain that waits for all prefills, without the limit of STATETAP_DRAIN_S."""
     rig.start_engine("hang@n=20", delay_ms=20)
     worker = rig.start_worker(STATETAP_WINDOW=WINDOW, STATETAP_DRAIN_S=1)
     job = rig.make_job(token_rows(ROWS, 8))
@@ -110,6 +96,7 @@ def test_sigterm_does_not_wait_for_a_prefill_that_hangs(rig: Rig) -> None:
 
 
 def test_a_row_that_kills_its_worker_is_quarantined_and_no_neighbour_is_charged(rig: Rig) -> None:
+    """Seen to fail with a loss that charges every row in flight, not only one that was alone."""
     rig.start_engine(delay_ms=20)
     worker = rig.start_worker("killer", module="tests.faults.killer_worker", STATETAP_WINDOW=WINDOW)
     rows = token_rows(40, 8, vocab=6000)

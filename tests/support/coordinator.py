@@ -242,11 +242,24 @@ class Coordinator:
         self._process: subprocess.Popen[bytes] | None = None
         self.http = httpx.Client()
 
-    def start(self) -> Coordinator:
+    def spawn(self) -> None:
+        """Start the process and wait for nothing, as a restart policy would."""
         self._port_file.unlink(missing_ok=True)
         self.store.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen([sys.executable, "-m", self.module], env=self._env, stderr=log)
+
+    def start(self) -> Coordinator:
+        self.spawn()
+        return self.wait_ready()
+
+    def listens(self) -> bool:
+        """Whether the process that was spawned last listens."""
+        return self._port_file.exists()
+
+    def wait_ready(self) -> Coordinator:
+        """Wait until the process that was spawned listens."""
+        assert self._process is not None
         until(lambda: self._port_file.exists() or self._process.poll() is not None, "the coordinator listens", 30)
         assert self._process.poll() is None, self.log.read_text()
         self.http.close()
@@ -260,6 +273,11 @@ class Coordinator:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.signal(signal.SIGKILL)
+        self.wait()
 
     def wait(self, seconds: float = 10) -> int:
         assert self._process is not None

@@ -47,6 +47,7 @@ class Process:
     """A child whose output goes to a file, ended by its id."""
 
     def __init__(self, name: str, arguments: Sequence[str], env: dict[str, str], folder: Path) -> None:
+        self.name = name
         self.log_path = folder / f"{name}.log"
         with open(self.log_path, "ab") as log:
             self.popen = subprocess.Popen(
@@ -166,6 +167,7 @@ class Job:
         self.id = job_dir.name
         self.rows_path = rows_path
         self.batches = batches
+        self.rows = sum(b.rows for b in batches)
 
     def give(self, *batches: int) -> None:
         for batch in batches or [b.batch for b in self.batches]:
@@ -202,7 +204,7 @@ class Job:
 
     def done(self) -> bool:
         """All rows have their outcome, and nothing is given out any more."""
-        return self.committed() == sum(b.rows for b in self.batches) and not self.outstanding()
+        return self.committed() == self.rows and not self.outstanding()
 
     def wait_done(self, timeout_s: float = 30.0) -> None:
         eventually("the job's rows all have an outcome", self.done, timeout_s)

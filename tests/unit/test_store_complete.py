@@ -13,6 +13,7 @@ from statetap.contracts.records import RowRecord
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer, Outcome
 from statetap.store.complete import finish_job, load_completion
+from statetap.store.delete import clean_job
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter
 from statetap.store.verify import verify_job
@@ -107,3 +108,17 @@ def test_verify_names_missing_extra_and_foreign_files(tmp_path: Path) -> None:
     found = {(p.row, p.code) for p in report.problems}
     assert found == {(-1, "file_corrupt"), (0, "file_missing"), (5, "file_corrupt"), (6, "file_missing")}
     assert report.extra == 1 and not report.ok
+
+
+def test_cleaning_an_ended_job_takes_the_temps_that_a_killed_coordinator_left(tmp_path: Path) -> None:
+    """Found by killing a coordinator fifty times under load. Seen to fail with a clean-up that looks beside the samples only."""
+    job_dir, rows_path = run_job(tmp_path)
+    finish_job(job_dir, rows_path)
+    old, young = (job_dir / f".tmp-{c * 16}-control.json" for c in "ab")
+    for temp in (old, young):
+        temp.write_bytes(b"{}")
+    os.utime(old, (0, 0))
+    assert clean_job(job_dir, dry_run=True).files == 1 and old.exists()
+    assert clean_job(job_dir).files == 1
+    assert not old.exists() and young.exists()
+    assert verify_job(job_dir, rows_path).ok

@@ -34,9 +34,10 @@ def lease(job_id: str, batch: int) -> str:
 
 
 def outstanding(profile_id: str) -> str:
-    """Hash ``job:batch`` -> JSON {attempt, rq_id, enqueued_at, started}: batches given out and not handed back.
+    """Hash ``job:batch`` -> JSON {attempt, rq_id, enqueued_at, started, lost}: batches given out and not handed back.
 
-    The reconciler adds a field when it enqueues; the horse sets ``started`` when it has the lease and deletes the field when it ends.
+    The reconciler adds a field when it enqueues (``lost``: because the last attempt was lost); the horse sets ``started`` when it has the
+    lease and deletes the field when it ends.
     """
     return f"statetap:outstanding:{profile_id}"
 

@@ -1,8 +1,10 @@
-"""The queue of a profile with several jobs, brought into the order of fairness.py at each look; long batches asked to make room."""
+"""The queue of a profile with several jobs, brought into the order of fairness.py at each look; long batches asked to make room, for a
+job that has no worker and for a batch whose worker was lost: it stands first in the queue, but all may be at batches of a minute."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 
 from ..contracts import keys
@@ -12,12 +14,15 @@ from .view import JobView
 
 log = logging.getLogger(__name__)
 
+LOST_WAITS_S = 1.0  # of a lost batch, given out again: a worker that is free has it by then
+
 
 def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now: float) -> None:
-    """``group``: the jobs of a profile that are fed now. Costs nothing while there is only one. Raises RedisError."""
+    """``group``: the jobs of a profile that are fed now. Costs nothing while there is only one and nothing is lost. Raises RedisError."""
     for view in group:
         at_work = {(b, view.entries[b].attempt) for b in view.leased if b in view.entries}
         view.leased_since = {key: view.leased_since.get(key, now) for key in at_work}
+    _room_for_lost(feed, group)
     if len(group) < 2 or not workers:
         return
     queued = feed.queued(keys.queue(profile_id))
@@ -54,3 +59,26 @@ def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now
         feed.give_way(r.job_id, r.batch, attempt)
         view.yielded.add((r.batch, attempt))
         log.info("%s: batch %d makes room for another job", r.job_id, r.batch)
+
+
+def _room_for_lost(feed: Feed, group: list[JobView]) -> None:
+    """Have one batch make room for each lost one that no worker takes; the youngest, of a job that does not go before."""
+    for view in group:
+        view.room_made &= {(e.batch, e.attempt) for e in view.entries.values()}
+        for entry in view.entries.values():
+            lost = entry.batch, entry.attempt
+            if not entry.lost or entry.started or lost in view.room_made or time.time() - entry.enqueued_at < LOST_WAITS_S:
+                continue
+            running = [
+                (v.spec.priority, -since, v, key)
+                for v in group
+                for key, since in v.leased_since.items()
+                if key not in v.yielded and v.spec.priority <= view.spec.priority
+            ]
+            if not running:
+                continue
+            *_, other, (batch, attempt) = min(running, key=lambda r: r[:2])
+            feed.give_way(other.spec.job_id, batch, attempt)
+            other.yielded.add((batch, attempt))
+            view.room_made.add(lost)
+            log.info("%s: batch %d makes room for batch %d of %s, which was lost", other.spec.job_id, batch, entry.batch, view.spec.job_id)

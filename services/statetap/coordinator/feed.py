@@ -50,7 +50,7 @@ if ARGV[6] ~= '1' then
 end
 local attempt = redis.call('HINCRBY', KEYS[2], ARGV[2], 1)
 redis.call('HSET', KEYS[1], ARGV[1],
-    cjson.encode({attempt = attempt, rq_id = ARGV[3] .. attempt, enqueued_at = tonumber(ARGV[4]), started = false}))
+    cjson.encode({attempt = attempt, rq_id = ARGV[3] .. attempt, enqueued_at = tonumber(ARGV[4]), started = false, lost = true}))
 return {1, attempt, #rows}
 """
 
@@ -73,13 +73,15 @@ ENDED_TTL_S = 3600  # a horse of an ended job that wakes late still reads that i
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A batch that is given out, as keys.outstanding has it."""
+    """A batch that is given out, as keys.outstanding has it. ``lost``: because its last attempt's holder was gone."""
 
     job_id: str
     batch: int
     attempt: int
     rq_id: str
     started: bool
+    lost: bool = False
+    enqueued_at: float = 0.0  # seconds since the epoch
 
 
 def parse_outstanding(raw: dict[str, str]) -> tuple[list[Entry], list[str]]:
@@ -96,6 +98,8 @@ def parse_outstanding(raw: dict[str, str]) -> tuple[list[Entry], list[str]]:
                     attempt=int(data["attempt"]),
                     rq_id=str(data.get("rq_id", "")),
                     started=bool(data.get("started")),
+                    lost=bool(data.get("lost")),
+                    enqueued_at=float(data.get("enqueued_at", 0.0)),
                 )
             )
         except (ValueError, TypeError, KeyError, AttributeError):

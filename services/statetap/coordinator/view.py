@@ -40,6 +40,7 @@ class JobView:
     leased: set[int] = field(default_factory=set)  # of them: somebody works on it
     leased_since: dict[tuple[int, int], float] = field(default_factory=dict)  # (batch, attempt) -> monotonic time
     yielded: set[tuple[int, int]] = field(default_factory=set)  # (batch, attempt) that were asked to make room
+    room_made: set[tuple[int, int]] = field(default_factory=set)  # lost (batch, attempt) for which another batch was asked to make room
     given: dict[int, Given] = field(default_factory=dict)
     missing_since: dict[tuple[int, int], float] = field(default_factory=dict)  # (batch, attempt) not started and not queued
     tries: dict[int, int] = field(default_factory=dict)  # batch -> attempts handed back without a row

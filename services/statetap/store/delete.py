@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from .ledger import JobLedger
 from .plan import read_plan
 
 TRASH_PREFIX = ".trash-"
+ORPHAN_AFTER_S = 60.0  # of a temp that is written and named in milliseconds
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
             named = {r.path for r in records.values() if r.state == RowState.DONE.value and r.row not in acks}
             for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
                 freed += _clean_folder(job_dir, name, range(batch.start, batch.stop), named, dry_run)
-        return freed
+        return freed + _clean_top(job_dir, dry_run)
     except OSError as e:
         raise store_error(e, f"clean {job_dir.name}") from e
 
@@ -188,6 +190,18 @@ def _clean_folder(job_dir: Path, name: str, rows: range, named: set[str], dry_ru
             # A temp belongs to no batch by its name alone; the batch that holds the folder's first row takes it.
             if superseded or entry.name.startswith(TEMP_PREFIX):
                 size = entry.stat()
+                if not dry_run:
+                    remove(entry.path)
+                freed += Freed(1, size.st_size if size.st_nlink == 1 else 0)
+    return freed
+
+
+def _clean_top(job_dir: Path, dry_run: bool) -> Freed:
+    """Temps of a coordinator that was killed while it wrote the job's own files. A young one may be about to get its name."""
+    freed = Freed()
+    with os.scandir(job_dir) as entries:
+        for entry in entries:
+            if entry.name.startswith(TEMP_PREFIX) and time.time() - (size := entry.stat()).st_mtime > ORPHAN_AFTER_S:
                 if not dry_run:
                     remove(entry.path)
                 freed += Freed(1, size.st_size if size.st_nlink == 1 else 0)
