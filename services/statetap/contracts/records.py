@@ -230,10 +230,13 @@ class Retry(Record):
     """``retries/<generation>.json``: rows that ended without a file before ``generation`` are open again and are written with it.
 
     ``codes``: only rows with one of these error codes; none: all that failed (skipped rows only where their code is named).
+    ``rows``: a repair: exactly the rows of these half-open ranges, sorted and apart, done ones too; an empty list opens none, and
+    COMPLETE is written anew all the same.
     """
 
     generation: int
     codes: list[str] = field(default_factory=list)
+    rows: list[list[int]] | None = None
     at: float = 0.0
 
 
