@@ -31,6 +31,7 @@ __attribute__((constructor)) static void start(void) {
     const char *path = getenv("FAULTS_CONTROL");
     root = getenv("FAULTS_ROOT");
     if (!path || !root) return;
+    root = strdup(root); /* RQ's setproctitle writes over the environment */
     root_length = strlen(root);
     int fd = REAL(open)(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return;
