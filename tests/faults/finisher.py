@@ -1,4 +1,5 @@
-"""``python -m tests.faults.finisher JOB ROWS CONTROL``, under the shim: the job's end with a fault at each of its file operations.
+"""``python -m tests.faults.finisher JOB ROWS CONTROL STRIDE``, under the shim: the job's end with a fault at each (or every STRIDE-th) of its
+file operations.
 
 Prints {"points": fault -> runs that met one, "false": what stood there that must not}.
 """
@@ -21,7 +22,7 @@ FAULTS = {"no_space": 1, "io": 2, "short": 3}
 
 
 def main() -> int:
-    job, rows, control_path = map(Path, sys.argv[1:])
+    job, rows, control_path = map(Path, sys.argv[1:4])
     (job / "COMPLETE").unlink()
     (job / "manifest.parquet").unlink()
     with open(control_path, "r+b") as f:
@@ -29,7 +30,7 @@ def main() -> int:
     points: dict[str, int] = {}
     false: list[str] = []
     for name, fault in FAULTS.items():
-        for nth in itertools.count(1):
+        for nth in itertools.count(1, int(sys.argv[4])):
             copy = job.with_name("job-copy")
             shutil.copytree(job, copy)
             control[:40] = struct.pack("<5q", 0, nth, fault, -1, 0)
