@@ -27,6 +27,9 @@ LASTING = {
     "error-tap_full": "tap_full",
     "drop": "engine_unreachable",
     "hang": "engine_timeout",
+    "drip": "engine_timeout",
+    "cut": "engine_unreachable",
+    "short": "shape_mismatch",
 }
 TRIED_ONCE = {"400", "toolong", "nocapture", "protocol"}  # another try cannot help
 
@@ -49,12 +52,12 @@ def test_each_lasting_fault_fails_its_own_row_with_its_own_code(rig: Rig) -> Non
     stats = rig.stats()
     sent = {tokens[token]: stats["rows"][str(row)] for row, token in bad.items() if tokens[token] != "503"}
     assert sent == {kind: 1 if kind in TRIED_ONCE else 3 for kind in LASTING if kind != "503"}
-    assert stats["aborts"] == 3  # of the one that hangs
+    assert stats["aborts"] == 6  # of the one that hangs and of the one that drips
     assert "Traceback" not in worker.log
 
 
 def test_a_passing_fault_costs_a_try_and_no_row(rig: Rig) -> None:
-    kinds = ["nan", "zeros", "ids", "shape", "missing", "500", "503", "drop", "error-tap_full", "hang"]
+    kinds = ["nan", "zeros", "ids", "shape", "missing", "500", "503", "drop", "error-tap_full", "hang", "drip", "cut", "short"]
     rig.start_engine(*(f"{kind}@token={31_000 + n}:2" for n, kind in enumerate(kinds)))
     rig.start_worker(STATETAP_REQUEST_TIMEOUT_S=1)
     rows = token_rows(30, 12, vocab=30_000)

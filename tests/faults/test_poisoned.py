@@ -55,7 +55,7 @@ def test_a_row_that_kills_its_worker_is_quarantined_and_a_retry_runs_it_again(se
     job = service.api.submit(service.dataset(rows))["job_id"]
     ended, losses = run_to_the_end(service, job, killer)
     assert (ended["state"], ended["rows"]["done"], ended["errors"]) == ("completed_with_errors", 39, {"poisoned": 1})
-    assert losses in (3, 4)  # once among others, unless it was alone then, and three times alone
+    assert losses == 4  # once among others, three times alone
     (error,) = service.api.http.get(f"/v1/jobs/{job}/errors").json()["items"]
     assert (error["row"], error["code"]) == (11, "poisoned") and "alone in flight" in error["message"]
     watched = statetap("watch", job, "--json", url=str(service.api.http.base_url))
@@ -66,7 +66,7 @@ def test_a_row_that_kills_its_worker_is_quarantined_and_a_retry_runs_it_again(se
     if FULL:  # it is sent again, and takes the worker down again: nothing is remembered against it but what it does now
         service.post(f"/v1/jobs/{job}/retry", codes=["poisoned"])
         again, more = run_to_the_end(service, job, killer)
-        assert again["errors"] == {"poisoned": 1} and more in (3, 4)
+        assert again["errors"] == {"poisoned": 1} and more in (3, 4)  # it may be alone the first time
     # With a worker that stands it, it is done.
     with contextlib.suppress(Exception):
         killer.term(20)
