@@ -25,6 +25,8 @@ from tests.support.jobs import token_rows
 from tests.support.redis import RedisServer
 from tests.support.workers import Process, Rig, eventually
 
+pytestmark = pytest.mark.timeout(times(120, 1_800))
+
 ROWS = 3
 STEPS = {
     "mkdir folder", "open temp", "write temp", "fsync temp", "link file", "fsync folder",

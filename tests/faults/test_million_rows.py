@@ -18,6 +18,8 @@ from tests.support.coordinator import until
 from tests.support.redis import RedisServer
 from tests.support.service import Service
 
+pytestmark = pytest.mark.timeout(times(120, 1_800))
+
 COUNT = times(20_000, 1_000_000)
 DONE = COUNT * 9 // 10 + 501  # and a part of a batch
 

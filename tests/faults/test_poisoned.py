@@ -11,13 +11,15 @@ import pytest
 
 from statetap.contracts import keys
 from statetap.store.verify import verify_job
-from tests.faults.forms import FULL
+from tests.faults.forms import FULL, times
 from tests.faults.killer_worker import KILLER
 from tests.support.cli import statetap
 from tests.support.coordinator import until
 from tests.support.jobs import token_rows
 from tests.support.redis import RedisServer
 from tests.support.service import Service
+
+pytestmark = pytest.mark.timeout(times(120, 1_800))
 
 ENDED = ("completed", "completed_with_errors")
 

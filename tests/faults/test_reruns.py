@@ -17,6 +17,8 @@ from tests.support.jobs import token_rows
 from tests.support.redis import RedisServer
 from tests.support.service import Service
 
+pytestmark = pytest.mark.timeout(times(120, 1_800))
+
 ENDED = ("completed", "completed_with_errors")
 
 

@@ -26,6 +26,8 @@ from tests.support.redis import RedisServer
 from tests.support.service import Service
 from tests.support.workers import Job, Rig, eventually
 
+pytestmark = pytest.mark.timeout(times(120, 1_800))
+
 ROWS = 3
 REASONS = {Fault.NO_SPACE: "low_disk", Fault.IO: "circuit_open"}
 CODES = {Fault.NO_SPACE: "store_full", Fault.IO: "store_io"}
