@@ -43,6 +43,7 @@ class Crashing:
         self.shim = Shim(folder, rig.store)
         rig.start_engine()
         self.worker: Process = rig.start_worker(**self.shim.env)
+        eventually("the worker is up: it has probed the store", lambda: "event=worker_started" in self.worker.log)
         self.runs = self.repeated = 0
 
     def run(self, fault: Fault, nth: int, part: int = -1) -> str:

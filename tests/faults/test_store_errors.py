@@ -56,6 +56,7 @@ def test_a_fault_at_the_nth_file_operation_costs_no_row_and_calls_none_done(rig:
     shim = Shim(tmp_path, rig.store)
     rig.start_engine()
     worker = rig.start_worker(**shim.env)
+    eventually("the worker is up: it has probed the store", lambda: "event=worker_started" in worker.log)
     steps: set[str] = set()
     runs = paused = 0
     stride = times(6, 1)
