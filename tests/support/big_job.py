@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from statetap.contracts.layout import DATASETS, LEDGER, ROWS, ROWS_PER_RECORD_BATCH, folder, sample
+from statetap.contracts.layout import DATASETS, LEDGER, ROWS, ROWS_PER_FOLDER, ROWS_PER_RECORD_BATCH, folder, sample
 from statetap.contracts.profile import CaptureProfile
 from statetap.contracts.records import RowRecord
 from statetap.contracts.sample_format import SampleFormat
@@ -48,16 +48,17 @@ def make_big_job(store: Path, profile: CaptureProfile, count: int, done: int) ->
     job_dir, _, batches = make_job(store, profile, ())
     size = SampleFormat(profile).bytes(TOKENS)
     (job_dir / LEDGER).mkdir()
-    base = job_dir
+    base = ""
     for batch in batches:
         rows = range(batch.start, min(batch.stop, done))
         lines = []
         for row in rows:
-            (job_dir / folder(row)).mkdir(exist_ok=True)
-            path = job_dir / sample(row)
+            if row % ROWS_PER_FOLDER == 0:
+                (job_dir / folder(row)).mkdir()
+            path = f"{job_dir}/{sample(row)}"
             if row % LINKS_AN_INODE == 0:
                 base = path
-                base.write_bytes(bytes(size))
+                Path(base).write_bytes(bytes(size))
             else:
                 os.link(base, path)
             record = RowRecord(row=row, state="done", tokens=TOKENS, bytes=size, path=sample(row), xxh3="0123456789abcdef", at=1.0)
