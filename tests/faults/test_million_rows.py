@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -74,14 +75,16 @@ def test_a_big_job_goes_on_within_a_minute_and_in_little_memory(service: Service
     try:
         until(lambda: service.rig.stats()["requests"], "the first prefill", 120)
         seconds = time.monotonic() - began
+        used = psutil.Process(service.api.pid).cpu_times()
+        busy = (
+            f"the coordinator had {used.user + used.system:.0f} s of CPU, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+        )
         until(lambda: service.api.job(job)["rows"]["done"] > DONE + times(500, 5_000), "it goes on", 120)
     finally:
         memory.close()
     rows = {int(row): n for row, n in service.rig.stats()["rows"].items()}
     assert min(rows) == DONE and max(rows.values()) == 1
-    note = f"coordinator {memory.coordinator >> 20} MiB RSS, worker and horse {memory.worker >> 20} MiB PSS at most"
-    assert seconds < 60, note
-    assert max(memory.coordinator, memory.worker) < 500 << 20, note
+    note = f"{busy}; coordinator {memory.coordinator >> 20} MiB RSS, worker and horse {memory.worker >> 20} MiB PSS at most"
     if FULL:
         figure(
             "resume.million_rows_s",
@@ -91,7 +94,9 @@ def test_a_big_job_goes_on_within_a_minute_and_in_little_memory(service: Service
         )
         figure("resume.million_rows_coordinator_mib", memory.coordinator >> 20, "MiB", "RSS, most of the run")
         figure("resume.million_rows_worker_mib", memory.worker >> 20, "MiB", "PSS of worker and horse, most of the run")
-    else:
+    assert seconds < 60, note
+    assert max(memory.coordinator, memory.worker) < 500 << 20, note
+    if not FULL:
         service.api.until_state(job, "completed", seconds=60)
         completion = load_completion(service.path(job))
         assert completion is not None and (completion.rows, completion.done) == (COUNT, COUNT)
