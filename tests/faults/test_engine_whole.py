@@ -34,8 +34,8 @@ def service(tmp_path: Path, redis_server: RedisServer) -> Iterator[Service]:
 
 
 def test_every_fault_of_an_engine_is_told_by_its_code_and_the_rest_is_whole(service: Service) -> None:
-    """Seen to fail with checks that let non-finite states pass (a file more than there are good rows), and with a reply whose body was cut
-    taken for an internal error (the batch ended with it, and the job never did)."""
+    """Seen to fail with a client for which a reply whose body was cut is no error of the engine (the batch ended with it, and the job never
+    did)."""
     kinds = [k for k in LASTING if k != "503"]  # a busy engine is waited for
     tokens = {31_000 + n: kind for n, kind in enumerate(kinds)}
     service.start(*(f"{kind}@token={token}" for token, kind in tokens.items()), STATETAP_REQUEST_TIMEOUT_S=1)
@@ -63,8 +63,7 @@ def test_every_fault_of_an_engine_is_told_by_its_code_and_the_rest_is_whole(serv
 def test_an_engine_that_is_killed_and_started_again_mid_job_costs_no_row(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen to fail with a worker that charged rows for an engine that is away (they failed as engine_unreachable), and with a pause that
-    did not end by itself."""
+    """Seen to fail with a worker that took an engine that is gone for one that is up, and charged its rows for it."""
     sent = tmp_path / "sent"
     monkeypatch.setenv("STUB_ENGINE_SENT", str(sent))
     service.start(delay_ms=15, STATETAP_WINDOW=4)

@@ -38,8 +38,7 @@ def service(tmp_path: Path, redis_server: RedisServer) -> Iterator[Service]:
 
 
 def test_a_finished_job_prefills_nothing_whatever_is_asked_of_it(service: Service, redis_server: RedisServer, sent: Path) -> None:
-    """Seen to fail with a submit that found no earlier job to take from, and with a coordinator that took jobs without totals in Redis for
-    unfinished, ended ones too (each batch was given out again; its rows were not sent even so: with a resume that ignores the ledger they were)."""
+    """Seen to fail with a worker that took nothing over from earlier jobs."""
     service.start()
     job = service.api.submit(service.dataset(token_rows(300, 12)))["job_id"]
     service.api.until_state(job, "completed", seconds=40)

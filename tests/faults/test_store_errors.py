@@ -51,8 +51,8 @@ def check_what_is_called_done(job: Job) -> None:
 
 @pytest.mark.parametrize("fault", [Fault.NO_SPACE, Fault.IO, Fault.SHORT])
 def test_a_fault_at_the_nth_file_operation_costs_no_row_and_calls_none_done(rig: Rig, tmp_path: Path, fault: Fault) -> None:
-    """Seen to fail with a committer that told rows done where the ledger could not be written (fdatasync), with one that went on after an
-    fsync that failed, and with a ``write_all`` that wrote once (short)."""
+    """Seen to fail with a ledger that took an fdatasync that fails for one that works (full form), with a ``write_all`` that wrote once
+    (short), with a worker that told a full disk as ``circuit_open``, and with one that paused for no error before its batch was open."""
     shim = Shim(tmp_path, rig.store)
     rig.start_engine()
     worker = rig.start_worker(**shim.env)
@@ -125,8 +125,8 @@ def small_store(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_pauses_the_job_and_free_space_lets_it_go_on_by_itself(
     small_store: Path, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Seen to fail with a worker that told every error of the store as ``circuit_open``, and with a look that took no notice of free space
-    (the job went on to run against the full disk)."""
+    """Seen to fail with a worker that told a full disk as ``circuit_open`` beside a look that took no notice of free space. (Either of the
+    two alone covers for the other.)"""
     made = Service(tmp_path, redis_server.url)
     made.rig.store.rmdir()
     made.rig.store.symlink_to(small_store)
