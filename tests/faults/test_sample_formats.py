@@ -60,6 +60,7 @@ def test_each_encoding_is_done_whole_and_reused_by_its_like_alone(service: Servi
 
 @pytest.mark.parametrize("encoding", ["fp8", "zstd"])
 def test_killed_workers_lose_and_double_nothing(service: Service, encoding: str) -> None:
+    """Seen to fail with a resume that leaves the temps of dead attempts."""
     service.start(tokens_per_s=9000)
     dataset = service.dataset(token_rows(600, 60))
     worker = service.rig.processes[-1]
