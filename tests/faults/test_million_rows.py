@@ -64,7 +64,8 @@ def service(tmp_path: Path, redis_server: RedisServer) -> Iterator[Service]:
 
 
 def test_a_big_job_goes_on_within_a_minute_and_in_little_memory(service: Service) -> None:
-    """Resume of one batch in the middle, all before it done; what is done is looked at by ledger, existence and size alone."""
+    """What is done is looked at by ledger, existence and size alone. Seen to fail with a resume that ignores the ledger: rows that are done
+    were sent."""
     job = "job-test"
     service.rig.start_engine()
     began = time.monotonic()
