@@ -2,8 +2,9 @@
 
 States are pseudo-random, finite, without zeros, and the same for the same ids. Faults are made on purpose with ``--fault``:
 ``KIND@token=ID`` (every prompt that has this id), ``KIND@n=N`` (the Nth prefill, from 1) or ``KIND@all``, each with ``:TIMES`` to
-end after so many. Kinds: nan, zeros, ids, shape, missing, hang, slow, drop, exit, 500, 503, 400, toolong, nocapture, protocol, or
-``error-CODE`` for a capture error.
+end after so many. Kinds: nan, zeros, ids, shape, missing, short (a tap file that was cut), hang, slow, drip (a reply that comes byte by byte
+and never ends), cut (half a reply), drop, exit, 500, 503, 400, toolong, nocapture, protocol, or ``error-CODE`` for a capture error.
+STUB_ENGINE_SENT: a file that the row of every request is appended to, which outlives the engine.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class StubEngine:
         self._inflight = self._most_inflight = 0
         self._rows: collections.Counter[int] = collections.Counter()
         self._aborts = 0
+        sent = os.environ.get("STUB_ENGINE_SENT")
+        self._sent = os.open(sent, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if sent else -1
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         rid, ids = body["rid"], body["input_ids"]
         assert set(body) == {"rid", "input_ids", "sampling_params"} and body["sampling_params"] == {"max_new_tokens": 0, "temperature": 0}
@@ -81,7 +84,10 @@ class StubEngine:
         number = self._count
         self._last_at = time.time()
         self._first_at = self._first_at or self._last_at
-        self._rows[int(rid.split("-")[2])] += 1
+        row = int(rid.split("-")[2])
+        self._rows[row] += 1
+        if self._sent >= 0:
+            os.write(self._sent, b"%d\n" % row)
         self._inflight += 1
         self._most_inflight = max(self._most_inflight, self._inflight)
         try:
@@ -102,7 +108,10 @@ class StubEngine:
             if kind == "protocol":
                 reply["protocol"] = 99
             meta = {"id": rid, "prompt_tokens": len(ids)}
-            return web.json_response({"text": "", "meta_info": meta if kind == "nocapture" else {**meta, "capture": reply}})
+            answer = {"text": "", "meta_info": meta if kind == "nocapture" else {**meta, "capture": reply}}
+            if kind in ("drip", "cut"):
+                return await self._answer_badly(kind, request, json.dumps(answer).encode())
+            return web.json_response(answer)
         finally:
             self._inflight -= 1
 
@@ -131,6 +140,19 @@ class StubEngine:
             return web.json_response({"text": "", "meta_info": {"capture": reply.to_dict()}})
         return None
 
+    async def _answer_badly(self, kind: str, request: web.Request, data: bytes) -> web.StreamResponse:
+        """The right headers and the beginning of the right body: a byte now and then, or half of it and no more."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(data))})
+        await response.prepare(request)
+        if kind == "drip":
+            for at in range(len(data) - 1):
+                await response.write(data[at : at + 1])
+                await asyncio.sleep(0.2)
+        await response.write(data[: len(data) // 2])
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
     def _write(self, path: Path, ids: np.ndarray, kind: str) -> None:
         if kind == "shape":
             ids = ids[:-1]
@@ -151,6 +173,8 @@ class StubEngine:
         finally:
             os.close(fd)
         assert written == header.size
+        if kind == "short":
+            os.truncate(part, header.size - 100)
         os.rename(part, path)
 
     async def health(self, request: web.Request) -> web.Response:

@@ -35,6 +35,7 @@ def marked(count: int, bad: dict[int, int]) -> list[list[int]]:
 
 
 def test_retry_runs_the_failed_rows_alone_and_the_job_is_whole_again(service: Service) -> None:
+    """Seen to fail with retries that opened rows whatever their generation (a row that failed again was open for ever)."""
     # Three tries a row: the first attempt fails, the retry meets an engine that is well.
     service.start("nan@token=31000:3", "zeros@token=31001:3", "400@token=31002")
     dataset = service.dataset(marked(60, {7: 31000, 20: 31001, 33: 31002}))
@@ -66,6 +67,7 @@ def test_retry_runs_the_failed_rows_alone_and_the_job_is_whole_again(service: Se
 
 
 def test_a_retry_that_crashed_half_way_is_made_good_by_asking_again(service: Service) -> None:
+    """Seen to fail with a COMPLETE that counted though rows were opened since."""
     service.start("nan@token=31000:3")
     job = service.api.submit(service.dataset(marked(40, {7: 31000})))["job_id"]
     service.api.until_state(job, "completed_with_errors", seconds=30)
@@ -79,6 +81,7 @@ def test_a_retry_that_crashed_half_way_is_made_good_by_asking_again(service: Ser
 
 
 def test_rows_that_are_retried_while_the_job_runs_are_run_before_it_ends(service: Service) -> None:
+    """Seen to fail with an end of the job that did not give incomplete batches out again."""
     service.start("400@token=31000:1", delay_ms=15, STATETAP_WINDOW=2)
     job = service.api.submit(service.dataset(marked(600, {3: 31000})))["job_id"]
     until(lambda: service.api.job(job)["rows"]["failed"], "the row has failed", 30)
@@ -91,6 +94,7 @@ def test_rows_that_are_retried_while_the_job_runs_are_run_before_it_ends(service
 
 
 def test_rows_that_fail_one_after_another_with_one_cause_pause_the_job(service: Service) -> None:
+    """Seen to fail with a circuit whose pause was not kept in control.json."""
     # Every prompt of a healthy engine is refused; then, after a person has looked, it is well again.
     service.start("nocapture@all", workers=2, STATETAP_CIRCUIT_FAILURES=10, STATETAP_WINDOW=4)
     job = service.api.submit(service.dataset(token_rows(3000, 40)))["job_id"]
@@ -116,6 +120,7 @@ def test_rows_that_fail_one_after_another_with_one_cause_pause_the_job(service: 
 
 
 def test_a_streak_is_remembered_from_one_batch_to_the_next(service: Service) -> None:
+    """Seen to fail with a circuit that began anew with each batch."""
     service.start("400@all", STATETAP_CIRCUIT_FAILURES=12)
     rows = token_rows(40, 16)
     job = service.api.submit(service.dataset([r * 256 for r in rows]))["job_id"]  # 4,096 tokens a row: four rows a batch

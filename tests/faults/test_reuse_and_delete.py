@@ -37,6 +37,7 @@ def run(service: Service, dataset: str, **fields: object) -> dict:
 
 
 def test_equal_rows_of_earlier_jobs_are_linked_and_not_prefilled(service: Service) -> None:
+    """Seen to fail with a reuse that recorded nothing of what it linked."""
     service.start()
     rows = token_rows(300, 20)
     first = run(service, service.dataset(rows), rows=200)

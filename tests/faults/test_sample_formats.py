@@ -106,6 +106,7 @@ def test_a_job_of_few_positions_may_hold_little_until_it_is_read(service: Servic
 
 @pytest.mark.parametrize("encoding", ["fp8", "zstd"])
 def test_killed_workers_lose_and_double_nothing(service: Service, encoding: str) -> None:
+    """Seen to fail with a resume that leaves the temps of dead attempts."""
     service.start(tokens_per_s=9000)
     dataset = service.dataset(token_rows(600, 60))
     worker = service.rig.processes[-1]

@@ -14,6 +14,7 @@ from tests.support.workers import Rig, eventually
 
 
 def test_two_workers_do_a_job_and_every_file_is_what_the_engine_captured(rig: Rig) -> None:
+    """Seen to fail with a window of one (the engine never had several prompts)."""
     rig.start_engine(delay_ms=20)
     workers = [rig.start_worker(f"worker-{n}") for n in range(2)]
     job = rig.make_job([row[: 1 + n % 40] for n, row in enumerate(token_rows(300, 40))], batch_tokens=1_000)
@@ -39,6 +40,7 @@ def test_two_workers_do_a_job_and_every_file_is_what_the_engine_captured(rig: Ri
 
 
 def test_a_finished_batch_given_again_prefills_nothing(rig: Rig) -> None:
+    """Seen to fail with a resume that saw neither ledger nor files."""
     rig.start_engine()
     rig.start_worker()
     job = rig.make_job(token_rows(50, 10))
@@ -52,6 +54,7 @@ def test_a_finished_batch_given_again_prefills_nothing(rig: Rig) -> None:
 
 
 def test_rows_that_cannot_be_sent_are_skipped_with_their_reason(rig: Rig) -> None:
+    """Seen to fail with a worker that sent every row."""
     rig.start_engine()
     rig.env["STATETAP_TAP_BYTES"] = str(2 * 1_000_000)  # a share of 1 MB: 1,900 tokens of 512 bytes
     rig.start_worker()
@@ -76,6 +79,7 @@ def test_rows_that_cannot_be_sent_are_skipped_with_their_reason(rig: Rig) -> Non
 
 
 def test_a_small_tap_only_makes_rows_wait(rig: Rig) -> None:
+    """Seen to fail with an admission that did not count the tap's bytes."""
     rig.start_engine(delay_ms=5)
     rig.env["STATETAP_TAP_BYTES"] = str(2 * 64_000)  # room for two rows of 50 tokens
     rig.start_worker()
@@ -88,6 +92,7 @@ def test_a_small_tap_only_makes_rows_wait(rig: Rig) -> None:
 
 
 def test_pause_stops_sending_and_hands_the_batch_back(rig: Rig) -> None:
+    """Seen to fail with a horse that did not read the job's control key."""
     rig.start_engine(delay_ms=50)
     worker = rig.start_worker(STATETAP_WINDOW=2)
     job = rig.make_job(token_rows(150, 5))

@@ -220,7 +220,7 @@ def test_the_tokenizer_is_that_of_the_only_live_model_unless_named(
 def test_engines_are_listed_merged(coordinator: Coordinator, redis_client: redis.Redis) -> None:
     register_engine(redis_client, worker="w1", healthy=False)
     register_engine(redis_client, worker="w2")
-    redis_client.set("statetap:engine:x:y", "not json")
+    redis_client.set(keys.engine("x", "y"), "not json")
     (engine,) = coordinator.http.get("/v1/engines").json()["items"]
     assert (engine["workers"], engine["worker_ids"], engine["healthy"]) == (2, ["w1", "w2"], True)
     assert engine["profile"]["boundaries"] == [1, 2, 3]

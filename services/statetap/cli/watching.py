@@ -21,6 +21,7 @@ from .units import counts, duration, size
 
 POLL_S = 0.5
 LOG_EVERY_S = 5.0
+RESTART_S = 60.0  # watching goes on over a coordinator that is started again
 
 
 def percent(job: Job) -> str:

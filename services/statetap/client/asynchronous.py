@@ -108,8 +108,8 @@ class AsyncClient:
     async def cancel(self, job_id: str) -> Job:
         return await self._one(flows.send(calls.control(job_id, "cancel"), self._policy))
 
-    async def retry(self, job_id: str, codes: Sequence[str] | None = None) -> Job:
-        return await self._one(flows.send(calls.retry(job_id, codes), self._policy))
+    async def retry(self, job_id: str, codes: Sequence[str] | None = None, *, rows: Sequence[tuple[int, int]] | None = None) -> Job:
+        return await self._one(flows.send(calls.retry(job_id, codes, rows), self._policy))
 
     async def delete_job(self, job_id: str, *, dry_run: bool = False) -> Deleted:
         return await self._one(flows.send(calls.delete_job(job_id, dry_run=dry_run), self._policy))

@@ -147,8 +147,8 @@ def control(job_id: str, verb: str) -> Call[Job]:
     return Call(method="POST", path=f"/v1/jobs/{_id(job_id)}/{verb}", parse=Job.from_dict, repeatable=True)
 
 
-def retry(job_id: str, codes: Sequence[str] | None) -> Call[Job]:
-    body = {"codes": list(codes) if codes is not None else None}
+def retry(job_id: str, codes: Sequence[str] | None, rows: Sequence[tuple[int, int]] | None = None) -> Call[Job]:
+    body = {"codes": list(codes) if codes is not None else None, **_given({"rows": None if rows is None else [list(r) for r in rows]})}
     return Call(method="POST", path=f"/v1/jobs/{_id(job_id)}/retry", parse=Job.from_dict, json=body, timeout_s=LONG_TIMEOUT_S)
 
 

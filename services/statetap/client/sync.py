@@ -126,9 +126,12 @@ class Client:
         """Rows that are done stay on the store."""
         return self._one(flows.send(calls.control(job_id, "cancel"), self._policy))
 
-    def retry(self, job_id: str, codes: Sequence[str] | None = None) -> Job:
-        """Open failed rows again: all, or those with these codes. Raises ApiError ``conflict`` when there are none."""
-        return self._one(flows.send(calls.retry(job_id, codes), self._policy))
+    def retry(self, job_id: str, codes: Sequence[str] | None = None, *, rows: Sequence[tuple[int, int]] | None = None) -> Job:
+        """Open failed rows again: all, or those with these codes. Raises ApiError ``conflict`` when there are none.
+
+        ``rows``: half-open ranges to capture anew, done rows too; an empty list has manifest and COMPLETE written anew.
+        """
+        return self._one(flows.send(calls.retry(job_id, codes, rows), self._policy))
 
     def delete_job(self, job_id: str, *, dry_run: bool = False) -> Deleted:
         return self._one(flows.send(calls.delete_job(job_id, dry_run=dry_run), self._policy))

@@ -21,11 +21,14 @@ def queue(profile_id: str) -> str:
 
 
 def engine(profile_id: str, worker_id: str) -> str:
-    """JSON EngineInfo of the engine beside this worker, with ENGINE_TTL_S."""
-    return f"statetap:engine:{profile_id}:{worker_id}"
+    """JSON EngineInfo of the engine beside this worker, with ENGINE_TTL_S.
+
+    A worker of another schema version is none that could serve a job: its record has another name.
+    """
+    return f"statetap:engine:v{SCHEMA_VERSION}:{profile_id}:{worker_id}"
 
 
-ENGINES_PATTERN = "statetap:engine:*"
+ENGINES_PATTERN = f"statetap:engine:v{SCHEMA_VERSION}:*"
 
 
 def lease(job_id: str, batch: int) -> str:

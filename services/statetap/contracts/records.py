@@ -7,7 +7,7 @@ counted), or in all sources one after the other, or in their shuffled order; all
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
@@ -91,8 +91,8 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in data.items() if k in known})
+        # Not fields(): a job of a million rows has a million of these, and its resume reads them all.
+        return cls(**{k: v for k, v in data.items() if k in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +232,17 @@ class Retry(Record):
     """``retries/<generation>.json``: rows that ended without a file before ``generation`` are open again and are written with it.
 
     ``codes``: only rows with one of these error codes; none: all that failed (skipped rows only where their code is named).
+    ``rows``: a repair: exactly the rows of these half-open ranges, sorted and apart, done ones too; an empty list opens none, and
+    COMPLETE is written anew all the same.
     """
 
     generation: int
     codes: list[str] = field(default_factory=list)
+    rows: list[list[int]] | None = None
     at: float = 0.0
+
+
+_RANKS = {"skipped": 0, "failed": 1, "done": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +264,7 @@ class RowRecord(Record):
     @property
     def rank(self) -> tuple[int, int]:
         """The highest wins. Within a generation a file that is there beats a failure that another worker saw."""
-        return self.generation, {"skipped": 0, "failed": 1, "done": 2}[self.state]
+        return self.generation, _RANKS[self.state]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from ..contracts.errors import StatetapError
 from ..store.fs import make_dirs, replace_file
+from ..store.probe import probe_store
 from .app import create_app
 from .context import Context
 from .settings import CoordinatorSettings
@@ -72,9 +73,10 @@ def main() -> int:
     # uvicorn's own start-up lines would say the same again.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
+        probe_store(settings.store)
         app = create_app(settings)
     except StatetapError as e:
-        print(f"{e}", file=sys.stderr, flush=True)
+        print(f"{e}\n  next: {e.next_step}", file=sys.stderr, flush=True)
         return 2
     config = uvicorn.Config(
         app,

@@ -29,6 +29,13 @@ class RetryRequest(models.Strict):
         description="Only rows with one of these error codes; null: all rows that failed. Skipped rows are opened only where their code is named.",
         examples=[["engine_timeout", "zero_states"]],
     )
+    rows: list[tuple[int, int]] | None = Field(
+        default=None,
+        max_length=10_000,
+        description="In place of codes: half-open ranges of rows to capture anew, done ones too (`statetap verify --repair` names those whose files are damaged). "
+        "An empty list: no row, but manifest and COMPLETE are written anew.",
+        examples=[[[17, 18]]],
+    )
 
 
 @router.post(
@@ -39,11 +46,11 @@ class RetryRequest(models.Strict):
     responses=responses(404, 409, 422),
 )
 async def retry_job(job_id: str, ctx: Ctx, body: RetryRequest | None = None) -> models.Job:
-    """An ended job goes back to work, one paused as `circuit_open` is resumed; rows that are done are not touched. A row that is captured
-    anew has a file of a higher generation."""
+    """An ended job goes back to work, one paused as `circuit_open` is resumed; rows that are done are not touched, but those that `rows`
+    names. A row that is captured anew has a file of a higher generation; a damaged one goes when its batch is opened."""
     spec = await anyio.to_thread.run_sync(ctx.catalog.job, job_id)
     codes = list(dict.fromkeys(body.codes or [])) if body else []
-    reopened = await anyio.to_thread.run_sync(retry_rows, ctx.catalog, spec, codes)
+    reopened = await anyio.to_thread.run_sync(retry_rows, ctx.catalog, spec, codes, body.rows if body else None)
     log.info("%s: %d rows are open again%s", job_id, reopened.rows, f" ({', '.join(codes)})" if codes else "")
     if not ended(reopened.control):
         try:

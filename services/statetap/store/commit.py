@@ -135,13 +135,12 @@ class Committer:
         for record, _ in lines:
             won = record is ours.get(record.row, record)
             outcomes.setdefault(record.row, Outcome(row=record.row, record=record, won=won))
-        try:
-            for item in staged:
-                remove(item.temp)
-                remove(item.tap_file)
-        except OSError as e:
-            # Nothing depends on it: temps are swept at the next attempt, tap files go with their lease.
-            log.warning("event=cleanup_failed batch=%d error=%s", self._batch, e)
+        for path in (path for item in staged for path in (item.temp, item.tap_file)):
+            try:
+                remove(path)
+            except OSError as e:
+                # Nothing depends on it: temps are swept at the next attempt or by gc, tap files go with their lease.
+                log.warning("event=cleanup_failed batch=%d error=%s", self._batch, e)
         return list(outcomes.values())
 
     def _link(self, staged: list[Staged], outcomes: dict[int, Outcome]) -> list[tuple[RowRecord, bool]]:

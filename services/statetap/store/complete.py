@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ..contracts.errors import ErrorCode, StoreError
-from ..contracts.layout import COMPLETE, MANIFEST, temp
+from ..contracts.layout import COMPLETE, MANIFEST, NORM, TEMP_PREFIX, temp
 from ..contracts.records import Batch, JobState, RowRecord, RowState
 from .acks import Acks, load_acks
 from .fs import create_file, fsync_dir, read_json, remove, store_error, to_json
@@ -160,6 +160,8 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
         reused=reused,
         retries=generation,
     )
+    for left in job_dir.glob(f"{TEMP_PREFIX}*-{NORM}"):  # of a horse that was killed while it kept the norm; none is at work now
+        remove(left)
     if create_file(job_dir / COMPLETE, to_json(report.to_dict())):
         return report
     return load_completion(job_dir) or report

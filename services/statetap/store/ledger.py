@@ -6,6 +6,7 @@ the write) is ignored. The record with the highest (generation, state) of a row 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -63,18 +64,26 @@ class LedgerWriter:
 
 
 def read_segment(path: Path) -> Iterator[RowRecord]:
-    """Records of one segment. A last line without its newline, or lines that do not parse, are not records."""
-    with open(path, "rb") as f:
-        for line in f:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                data: Any = json.loads(line)
-                record = RowRecord.from_dict(data)
-                record.rank  # noqa: B018  (an unknown state raises here)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            yield record
+    """Records of one segment. A last line without its newline, or lines that do not parse, are not records. Memory is that of a segment."""
+    for data in _parsed(path.read_bytes().rpartition(b"\n")[0]):
+        try:
+            record = RowRecord.from_dict(data)
+            record.rank  # noqa: B018  (an unknown state raises here)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        yield record
+
+
+def _parsed(lines: bytes) -> Iterator[Any]:
+    """The JSON of each line. All at once, which takes half the time that a call a line does (a resume reads a line a row); then line by line."""
+    try:
+        yield from json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+        return
+    except ValueError:
+        pass
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def segments_by_batch(job_dir: Path) -> dict[int, list[Path]]:

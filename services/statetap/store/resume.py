@@ -73,7 +73,7 @@ def resume_batch(job_dir: Path, format: SampleFormat, batch: Batch, rows: RowsFi
     """Fold the batch's ledger, adopt or remove files without a line, sweep temps.
 
     A row that is recorded as done but whose file is missing or has another size is open again, with the next generation; so is one that
-    a retry has opened, with the retry's.
+    a retry or a repair has opened, with its generation.
     Raises StoreError.
     """
     try:
@@ -124,6 +124,8 @@ def _resume(job_dir: Path, format: SampleFormat, batch: Batch, rows: RowsFile, a
         if record is None:
             open_rows[number] = 0
         elif generation := opened_by(record, ledger.retries):
+            if record.path:
+                remove(job_dir / record.path)  # a repair: it is not what was committed
             open_rows[number] = generation
             del records[number]
         elif record.state == RowState.DONE.value and sizes.get((number, record.generation)) != record.bytes and number not in acks:

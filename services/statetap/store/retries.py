@@ -1,4 +1,4 @@
-"""Rows that are opened again: each retry of a job is one small file that says which records count no more.
+"""Rows that are opened again: each retry or repair of a job is one small file that says which records count no more.
 
 Invariant: the ledger is never rewritten. A retry names a generation that is higher than any record had when it was made, so what it
 opens is a function of the files alone: a crash between its file and anything else changes nothing, and a row that fails again under
@@ -7,6 +7,7 @@ its new generation stays failed.
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,8 +50,6 @@ def add_retry(job_dir: Path, value: Retry) -> bool:
 
 def opened_by(record: RowRecord, retries: Sequence[Retry]) -> int:
     """The generation that a row with this winning record has to be written with; 0 when the record stands."""
-    if record.state == RowState.DONE.value:
-        return 0
     for r in reversed(retries):
         if r.generation > record.generation and opens(r, record):
             return r.generation
@@ -59,6 +58,9 @@ def opened_by(record: RowRecord, retries: Sequence[Retry]) -> int:
 
 def opens(value: Retry, record: RowRecord) -> bool:
     """Whether a retry is about rows like this one, whatever the generations."""
+    if value.rows is not None:
+        at = bisect.bisect_right(value.rows, record.row, key=lambda r: r[0]) - 1
+        return at >= 0 and record.row < value.rows[at][1]
     if value.codes:
         return record.state != RowState.DONE.value and record.code in value.codes
     return record.state == RowState.FAILED.value

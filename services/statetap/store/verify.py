@@ -22,7 +22,7 @@ from ..contracts.layout import MANIFEST, SAMPLE_NAME, folder
 from ..contracts.records import Batch, RowRecord, RowState
 from ..contracts.sample_format import SampleFormat
 from ..contracts.tensors import POSITIONS
-from .acks import load_acks
+from .acks import load_acks, merge
 from .complete import load_completion
 from .decode import SampleFile
 from .delete import Reading
@@ -51,7 +51,7 @@ class Problem:
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
     """``problems`` keeps the first 1,000; ``counts`` (code -> files) is exact. ``extra``: sample files that no record names; ``freed``: done
-    rows whose files were freed when they were read."""
+    rows whose files were freed when they were read. ``damaged``: half-open ranges of all rows that have to be captured anew."""
 
     rows: int
     files: int
@@ -61,10 +61,16 @@ class VerifyReport:
     freed: int = 0
     problems: list[Problem] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    damaged: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return not self.counts
+
+    @property
+    def repairable(self) -> bool:
+        """Whether there is something that the job's engine and coordinator can make good: rows, or the manifest alone."""
+        return bool(self.damaged) or any(p.path == MANIFEST for p in self.problems)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
@@ -89,6 +95,7 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
     counts: Counter[str] = Counter()
     problems: list[Problem] = []
     rows = files = size = extra = 0
+    damaged: list[tuple[int, int]] = []
 
     def note(problem: Problem) -> None:
         counts[problem.code] += 1
@@ -113,6 +120,9 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
             for found in pool.map(lambda r, header: _check_file(job_dir, format, r, header), done, headers):
                 if found is not None:
                     note(found)
+                    if found.code != ErrorCode.STORE_IO.value:  # it may be whole: the disk did not answer
+                        damaged.append((found.row, found.row + 1))
+            damaged = list(merge(damaged))
             files += len(done)
             size += sum(r.bytes for r in done)
             extra += _extra_files(job_dir, batch, {r.path for r in done})
@@ -138,6 +148,7 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
         freed=acks.rows,
         problems=problems,
         counts=dict(counts),
+        damaged=damaged,
     )
 
 

@@ -22,6 +22,7 @@ import redis
 from pydantic import ValidationError
 
 from ..contracts.errors import StatetapError
+from ..store.probe import probe_store
 from . import task  # noqa: F401  (what a horse needs is imported before it is forked, once and not a horse)
 from .context import Context, make_context, set_current, wait_for_ready
 from .settings import WorkerSettings
@@ -45,6 +46,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
+        probe_store(settings.store)
         ready = wait_for_ready(settings, stop)
         if ready is None:
             return 0

@@ -18,7 +18,8 @@ def open_batch(store: Path, job_dir: Path, spec: JobSpec, batch: Batch, rows: Ro
     todo = resumed.open_rows
     if not (spec.reuse_from and todo):
         return resumed
-    wanted = (r for r in rows.read(min(todo), max(todo) + 1) if r.row in todo and len(r.input_ids) <= spec.longest)
+    # A row that was opened again is captured anew: what an earlier job has may be the same damaged file, by hard link.
+    wanted = (r for r in rows.read(min(todo), max(todo) + 1) if todo.get(r.row) == 0 and len(r.input_ids) <= spec.longest)
     taken = reuse_rows(store, job_dir, format, spec.reuse_from, batch.batch, attempt, wanted, todo)
     if not taken:
         return resumed

@@ -6,6 +6,7 @@ Invariant: however it ends, short of a SIGKILL, the lease is given back, the tap
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
@@ -58,19 +59,17 @@ def _run(context: Context, job_id: str, number: int, lease: str, batch_keys: Bat
     if drain.requested() or (control := batch_keys.control()) not in (Control.RUN.value, YIELD):
         return f"reason={'drain' if drain.requested() else control}"
     folder = context.settings.store / job_dir(job_id)
-    spec = load_job(folder)
-    plan = read_plan(folder)
-    if not 0 <= number < len(plan):
-        raise RequestError(ErrorCode.NOT_FOUND, f"job {job_id} has no batch {number}")
-    rows = RowsFile(context.settings.store / dataset_dir(spec.dataset_id) / ROWS)
     try:
-        return asyncio.run(_run_async(context, spec, folder, plan[number], lease, rows, batch_keys))
+        spec = load_job(folder)
+        plan = read_plan(folder)
+        if not 0 <= number < len(plan):
+            raise RequestError(ErrorCode.NOT_FOUND, f"job {job_id} has no batch {number}")
+        with contextlib.closing(RowsFile(context.settings.store / dataset_dir(spec.dataset_id) / ROWS)) as rows:
+            return asyncio.run(_run_async(context, spec, folder, plan[number], lease, rows, batch_keys))
     except StoreError as e:
         full = e.code is ErrorCode.STORE_FULL
         batch_keys.pause(PauseReason.LOW_DISK if full else PauseReason.CIRCUIT_OPEN, str(e))
         raise
-    finally:
-        rows.close()
 
 
 async def _run_async(context: Context, spec: JobSpec, folder: Path, batch: Batch, lease: str, rows: RowsFile, batch_keys: BatchKeys) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +12,12 @@ from ... import __version__
 from ...contracts.errors import ErrorCode, RequestError
 from ..exits import Exit
 from ..options import Api, JobFolder, Json, Model, Trust, expanded, local
-from ..output import Out
+from ..output import Out, write
+from ..repairing import repair_job
 from ..units import size
+
+if TYPE_CHECKING:
+    from ...store.verify import VerifyReport
 
 app = typer.Typer()
 
@@ -30,22 +34,39 @@ def find_job_dir(path: Path) -> Path:
 
 
 @app.command()
+@expanded
 def verify(
     path: JobFolder,
+    api: Api,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Files that are read at once. Default: one a core, at most 8.")
     ] = None,
-    as_json: Json = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Have the coordinator at --url capture the rows of damaged files anew, and verify again when the job has ended.",
+        ),
+    ] = False,
 ) -> None:
     """Read every file of a job again and compare it with the ledger. Exit 0: whole and right; 7: not."""
     # pyarrow and numpy take a second to import, and most verbs need neither.
     from ...store.verify import verify_job
 
-    report = verify_job(find_job_dir(path), threads=threads or min(8, os.cpu_count() or 1))
-    problems = [f"row {p.row} {p.path}: {p.code}: {p.message}" for p in report.problems]
-    total = f"{report.files} files, {size(report.bytes)}, {report.rows} rows, problems: {report.counts or 'none'}"
-    Out(as_json).document(report.to_dict(), *problems, total)
+    out, job_dir, files_at_once = api.out, find_job_dir(path), threads or min(8, os.cpu_count() or 1)
+    report = verify_job(job_dir, threads=files_at_once)
+    if repair and report.repairable:
+        for text in _found(report):
+            write(out.people, text)
+        repair_job(api, job_dir.name, report.damaged)
+        report = verify_job(job_dir, threads=files_at_once)
+    out.document(report.to_dict(), *_found(report))
     raise typer.Exit(int(Exit.COMPLETED if report.ok else Exit.PROBLEMS_FOUND))
+
+
+def _found(report: VerifyReport) -> list[str]:
+    problems = [f"row {p.row} {p.path}: {p.code}: {p.message}" for p in report.problems]
+    return [*problems, f"{report.files} files, {size(report.bytes)}, {report.rows} rows, problems: {report.counts or 'none'}"]
 
 
 @app.command()

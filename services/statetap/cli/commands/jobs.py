@@ -14,12 +14,11 @@ from ..options import Api, ByPath, Codes, JobId, Kept, MaxFailed, Rows, Shuffle,
 from ..output import Out
 from ..sending import dataset_of
 from ..units import counts, size
-from ..watching import line, log_line, person_paused, show
+from ..watching import RESTART_S, line, log_line, person_paused, show
 
 app = typer.Typer()
 
 RowStates = Literal["done", "failed", "skipped", "open"]
-RESTART_S = 60.0  # watching goes on over a coordinator that is started again
 
 
 @app.command()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...contracts.capture import READY_FILE
+from ...store.probe import NEXT_STEP, promises
 from ..units import size
 from .finding import Finding, failed, fine, warned
 
@@ -92,34 +93,10 @@ def store_findings(store: Path | None) -> Iterator[Finding]:
 
 
 def _promises(folder: Path) -> Iterator[Finding]:
-    """The first commit wins, and what was synced stays: on these the grouped commit stands (reliability)."""
-    a, b = folder / "a", folder / "b"
-    subject, todo = "store promises", "Use another file system: local disk, NFS 4 or a volume that has it."
-    a.write_bytes(b"x")
-    try:
-        os.close(os.open(a, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        yield failed(subject, "O_EXCL makes a file that is there already", todo)
-    except FileExistsError:
-        yield fine(subject, "O_EXCL refuses a file that is there")
-    try:
-        os.link(a, b)
-        os.link(a, b)
-        yield failed(subject, "link() replaces a file that is there", todo)
-    except FileExistsError:
-        same = os.stat(a).st_ino == os.stat(b).st_ino
-        yield fine(subject, "link() works and refuses a name that is there") if same else failed(subject, "link() makes another file", todo)
-    except OSError as e:
-        yield failed(subject, f"link(): {e.strerror}", todo)
-    try:
-        for path, flags in ((a, os.O_WRONLY), (folder, os.O_RDONLY | os.O_DIRECTORY)):
-            fd = os.open(path, flags)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        yield fine(subject, "fsync of a file and of a folder")
-    except OSError as e:
-        yield failed(subject, f"fsync: {e.strerror}", todo)
+    """As the services look at their start."""
+    for promise in promises(folder):
+        subject = "store promises"
+        yield failed(subject, f"{promise.text}: {promise.broken}", NEXT_STEP) if promise.broken else fine(subject, promise.text)
 
 
 def _speed(folder: Path, free: int) -> Finding:
