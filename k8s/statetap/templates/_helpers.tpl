@@ -206,9 +206,13 @@ import os; os.stat("/tap/READY.json"); {{ include "statetap.engine.alive" . }}
 {{- /* (list of peers): entries of a policy's `from` */}}
 {{- define "statetap.peers" -}}
 {{- range . }}
+{{- if .podSelector }}
 - podSelector:
     matchLabels:
       {{- toYaml .podSelector | nindent 6 }}
+{{- else }}
+- podSelector: {}
+{{- end }}
   {{- with .namespaceSelector }}
   namespaceSelector:
     matchLabels:

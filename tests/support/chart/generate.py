@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.support.chart.values import Placement, Section, Values
 
 CHART = Path(__file__).resolve().parents[3] / "k8s" / "statetap"
@@ -33,6 +35,11 @@ def schema() -> dict[str, Any]:
         return {k: plain(v, k) for k, v in node.items() if is_map or k not in ("title", "default")}
 
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart statetap", **plain(made)}
+
+
+def defaults() -> dict[str, Any]:
+    """values.yaml as it is read."""
+    return dict(yaml.safe_load((CHART / "values.yaml").read_text()))
 
 
 def schema_text() -> str:

@@ -322,7 +322,9 @@ class Autoscaling(Section):
     prometheus: str = Field(default="", pattern=r"^(https?://\S+)?$", description="URL of the Prometheus that scrapes the coordinator.")
     query: str = Field(default="", description="PromQL in place of the chart's own.")
     pollingSeconds: int = Field(default=30, ge=5, description="Time between two looks.")
-    scaleDownSeconds: int = Field(default=1800, ge=0, description="Seconds that fewer engines must be enough before one is stopped.")
+    scaleDownSeconds: int = Field(
+        default=1800, ge=0, le=3600, description="Seconds that fewer engines must be enough before one is stopped."
+    )
 
 
 class HelmTest(Section):
@@ -358,7 +360,8 @@ class Values(Section):
                 ),
                 # An open coordinator is for a closed network; an Ingress is the opposite.
                 when(has(ingress=has(enabled=const(True))), {"properties": {"coordinator": {"properties": {"allowNoAuth": const(False)}}}}),
-                when(has(model=has(name=const("tiny"))), has(engine=has(cpu=const(True)))),
+                # Two pods at once would make the model in one place.
+                when(has(model=has(name=const("tiny"))), has(engine=has(cpu=const(True), replicas={"maximum": 1}))),
             ]
         },
     )
