@@ -130,9 +130,13 @@ BAD: dict[str, tuple[Values, str]] = {
     "two Redis": (with_({"redis": {"external": {"url": "redis://other:6379/0"}}}), "/redis/external/url"),
     "a password in a value": (with_({"redis": {"own": False, "external": {"url": "redis://:secret@other:6379/0"}}}), "/redis/external/url"),
     "a scrape without a key": (with_({"monitor": {"enabled": True}}), "/monitor/keySecret/name"),
+    "bare engines on the network": (
+        with_({"monitor": {"enabled": True, "engines": True}, "coordinator": {"metricsOpen": True}, "networkPolicy": {"enabled": False}}),
+        "/networkPolicy/enabled",
+    ),
     "scaling by nothing": (with_({"autoscaling": {"enabled": True}}), "/autoscaling/prometheus"),
     "scaling to nothing": (with_({"autoscaling": {"minReplicas": 0}}), "/autoscaling/minReplicas"),
-    "a port that is none": (with_({"coordinator": {"servicePort": 87000}}), "/coordinator/servicePort"),
+    "a port that is none": (with_({"redis": {"external": {"port": 87000}}}), "/redis/external/port"),
     "a log level that is none": (with_({"logLevel": "TRACE"}), "/logLevel"),
     "a digest that is none": (with_({"images": {"engine": {"digest": "sha256:abc"}}}), "/images/engine/digest"),
 }

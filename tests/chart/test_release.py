@@ -112,7 +112,7 @@ def test_keys_come_as_a_folder_so_that_a_change_arrives() -> None:
     spec = typed("least").one("Deployment", "coordinator").spec.template.spec
     (volume,) = (v for v in spec.volumes if v.secret)
     assert volume.secret.secretName == "keys"
-    assert volume.secret.defaultMode == 0o440, "keys that others can read are refused"
+    assert volume.secret.defaultMode == 0o440, "the coordinator warns of keys that others can read"
     (mount,) = (m for m in c.volumeMounts if m.name == volume.name)
     assert environment(c)["STATETAP_KEYS_FILE"] == f"{mount.mountPath}/keys.txt" and mount.subPath is None and mount.readOnly
     assert "STATETAP_ALLOW_NO_AUTH" not in environment(c)

@@ -9,11 +9,12 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import TypeAdapter
 
-from tests.support.chart.values import Placement, Section, Values
+from tests.support.chart.values import SIZE, Placement, SecretKey, Section, Values
 
 CHART = Path(__file__).resolve().parents[3] / "k8s" / "statetap"
 COMMAND = "make docs"
@@ -92,14 +93,32 @@ def values_text() -> str:
 def rows() -> Iterator[tuple[str, Any, Any, str]]:
     """(path, field, default, description) of every value that is no section."""
 
-    def walk(section: type[Section] | Section, path: str) -> Iterator[tuple[str, Any, Any, str]]:
+    def walk(section: type[Section] | Section, path: str, what: str) -> Iterator[tuple[str, Any, Any, str]]:
         for name, field, default in fields(section):
+            text = field.description or ""
             if (inner := section_of(field, default)) is not None:
-                yield from walk(inner, f"{path}{name}.")
+                yield from walk(inner, f"{path}{name}.", f"{text} " if isinstance(inner, SecretKey) else "")
             else:
-                yield f"{path}{name}", field, default, field.description or ""
+                yield f"{path}{name}", field, default, f"{what}{text}"
 
-    yield from walk(Values, "")
+    yield from walk(Values, "", "")
+
+
+def kind(field: Any) -> str:
+    """What a value is, in words."""
+    whole = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    made = TypeAdapter(whole).json_schema()
+    if "enum" in made:
+        return ", ".join(made["enum"])
+    if "$ref" in made or made.get("type") == "object":
+        return "map of texts" if made.get("additionalProperties", {}) == {"type": "string"} else "map"
+    if made["type"] == "array":
+        return "list of maps" if made["items"].get("type") == "object" or "$ref" in made["items"] else "list of texts"
+    if made.get("pattern") == SIZE:
+        return "size"
+    names = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false"}
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    return ", ".join([names[made["type"]], *(f"{sign} {made[k]:g}" for k, sign in signs.items() if k in made)])
 
 
 FILES = {"values.schema.json": schema_text, "values.yaml": values_text}

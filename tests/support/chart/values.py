@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from statetap.engine.flags import OURS, REFUSED
 
-Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
+SIZE = "^[1-9][0-9]*(Mi|Gi|Ti)$"
+Quantity = Annotated[str, Field(pattern=SIZE)]
 """Binary units only, so that the templates can add them up."""
 Name = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
 """A Kubernetes name, or "" for none."""
@@ -180,9 +181,6 @@ class Coordinator(Placement):
     metricsOpen: bool = Field(default=False, description="Answer /metrics without a key.")
     cpus: float = Field(default=0.5, gt=0, description="CPUs requested.")
     memory: Quantity = Field(default="1Gi", description="Memory limit and request.")
-    serviceType: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(default="ClusterIP", description="Type of the Service.")
-    servicePort: int = Field(default=8700, ge=1, le=65535, description="Port of the Service.")
-    serviceAnnotations: Strings = Field(default_factory=dict, description="Annotations of the Service.")
     env: Strings = env_field("coordinator")
 
 
@@ -289,14 +287,16 @@ class NetworkPolicy(Section):
         default_factory=list,
         description='Who reaches the coordinator, beside the pods with the label `statetap.io/client: "true"` in this namespace.',
     )
-    monitoring: list[Peers] = Field(default_factory=list, description="Who reaches the metrics of coordinator and engines.")
+    monitoring: list[Peers] = Field(
+        default_factory=list, description="Who reaches the metrics of coordinator and engines; entries as of clients."
+    )
     hub: bool = Field(default=True, description="Let engines and ingestion reach port 443 anywhere, for models and tokenizers of the hub.")
 
 
 class ServiceMonitor(Section):
     enabled: bool = Field(default=False, description="Make a ServiceMonitor (Prometheus operator).")
     engines: bool = Field(
-        default=False, description="Scrape the engines too. They then listen on the pod's address: keep networkPolicy on."
+        default=False, description="Scrape the engines too. They then listen on the pod's address, for networkPolicy.monitoring alone."
     )
     interval: str = Field(default="15s", pattern=r"^[0-9]+(ms|s|m)$", description="Time between scrapes.")
     labels: Labels = Field(default_factory=dict, description="Labels by which the Prometheus finds it.")
@@ -357,6 +357,11 @@ class Values(Section):
                 when(
                     has(ingress=has(enabled=const(True)), networkPolicy=has(enabled=const(True))),
                     has(networkPolicy=has(clients={"minItems": 1})),
+                ),
+                # SGLang has no key of its own: on the pod's address only the policy stands before it.
+                when(
+                    has(monitor=has(enabled=const(True), engines=const(True))),
+                    {"properties": {"networkPolicy": {"properties": {"enabled": const(True)}}}},
                 ),
                 # An open coordinator is for a closed network; an Ingress is the opposite.
                 when(has(ingress=has(enabled=const(True))), {"properties": {"coordinator": {"properties": {"allowNoAuth": const(False)}}}}),
