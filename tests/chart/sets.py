@@ -42,7 +42,12 @@ GOOD: dict[str, Values] = {
         {"nodeSelector": {"kubernetes.io/hostname": "gpu-1"}},
     ),
     "models for each pod, data by path": with_({"modelCache": {"kind": "emptyDir", "size": "100Gi"}, "data": {"claim": "raw"}}),
-    "three workers": with_({"workers": {"perEngine": 3, "cpus": 1.5, "env": {"STATETAP_CIRCUIT_FAILURES": "50"}}, "engine": {"gpus": 4}}),
+    "three workers": with_(
+        {
+            "workers": {"perEngine": 3, "cpus": 1.5, "env": {"STATETAP_CIRCUIT_FAILURES": "50"}},
+            "engine": {"gpus": 4, "memory": "1Ti", "tap": "1536Mi"},
+        }
+    ),
     "a slice of a GPU": with_(
         {"engine": {"gpuResource": "nvidia.com/mig-3g.71gb", "runtimeClassName": "nvidia", "env": {"NCCL_DEBUG": "INFO"}}}
     ),
@@ -74,6 +79,10 @@ GOOD: dict[str, Values] = {
         {"images": {"engine": {"digest": "sha256:" + "0" * 64}, "pullPolicy": "Always"}, "model": {"tokenSecret": {"name": "hf"}}},
     ),
     "another name": with_({"fullnameOverride": "capture-" + "x" * 60, "model": {"boundaries": "2,16,29", "final": "both"}}),
+    "slow": with_(
+        {"engine": {"startTimeoutSeconds": 86_400, "stopSeconds": 3600}},
+        {"workers": {"drainSeconds": 86_400, "commitSeconds": 86_400, "requestTimeoutSeconds": 86_400, "window": 4096, "cpus": 0.01}},
+    ),
     "scaled": with_(
         {"autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 2, "prometheus": "http://prometheus:9090", "query": "sum(up)"}}
     ),
@@ -110,6 +119,7 @@ BAD: dict[str, tuple[Values, str]] = {
         with_({"model": {"name": "tiny"}, "engine": {"cpu": True, "gpus": 0, "replicas": 2}}),
         "/engine/replicas",
     ),
+    "a timeout of weeks": (with_({"engine": {"startTimeoutSeconds": 1_000_000}}), "/engine/startTimeoutSeconds"),
     "a flag that breaks capture": (with_({"engine": {"sglang": ["--enable-torch-compile"]}}), "/engine/sglang/0"),
     "an engine over two hosts": (with_({"engine": {"sglang": ["--context-length", "8192", "--nnodes=2"]}}), "/engine/sglang/2"),
     "tensor parallel by a flag": (with_({"engine": {"sglang": ["--tp", "2"]}}), "/engine/sglang/0"),

@@ -13,7 +13,7 @@ from tests.support.chart.generate import defaults
 from tests.support.chart.objects import container, environment
 
 UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-MANY = ("least", "example kimi-k2.5-8gpu", "example cpu-demo", "three workers", "scaled")
+MANY = ("least", "example kimi-k2.5-8gpu", "example cpu-demo", "three workers", "slow", "scaled")
 
 
 def size(quantity: str) -> int:

@@ -22,7 +22,8 @@ from tests.chart.sets import BAD, FAILS, GOOD, LEAST, merged, rendered
 from tests.support.chart.generate import COMMAND, FILES, defaults, rows, schema
 from tests.support.chart.helm import CHART, EXAMPLES, VERSIONS, helm, template
 from tests.support.chart.objects import problems
-from tests.support.chart.values import CHART_SETS, Values
+from tests.support.chart.rules import CHART_SETS
+from tests.support.chart.values import Values
 from tests.support.figures import print_figure
 
 ME = "python -m pytest tests/chart/test_values.py -s"
@@ -133,6 +134,22 @@ def test_every_value_is_read_by_a_template_and_every_value_read_is_there() -> No
     text = "\n".join(p.read_text() for p in (CHART / "templates").rglob("*") if p.is_file())
     unread = [p for p in known if p not in read and f".{p.rpartition('.')[2]}" not in text and p != "global"]
     assert unread == []
+
+
+def test_every_number_has_a_bound_below_that_of_exponents() -> None:
+    """Helm reads 1000000 as a float and would print 1e+06, which no setting takes."""
+
+    def numbers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, dict):
+            if node.get("type") in ("integer", "number"):
+                yield path, node
+            for key, value in node.items():
+                yield from numbers(value, f"{path}/{key}")
+
+    found = dict(numbers(schema()["properties"], ""))
+    assert len(found) > 20
+    assert [p for p, n in found.items() if not n.get("maximum", 1e9) < 1e6] == []
+    assert [p for p, n in found.items() if not n.get("minimum", -1) >= 0] == []
 
 
 def test_flags_that_the_engine_refuses_are_refused_by_the_schema() -> None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import TypeAdapter
 
-from tests.support.chart.values import SIZE, Placement, SecretKey, Section, Values
+from tests.support.chart.rules import SIZE, SecretKey, Section
+from tests.support.chart.values import Placement, Values
 
 CHART = Path(__file__).resolve().parents[3] / "k8s" / "statetap"
 COMMAND = "make docs"

@@ -10,74 +10,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from statetap.engine.flags import OURS, REFUSED
-
-SIZE = "^[1-9][0-9]*(Mi|Gi|Ti)$"
-Quantity = Annotated[str, Field(pattern=SIZE)]
-"""Binary units only, so that the templates can add them up."""
-Name = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
-"""A Kubernetes name, or "" for none."""
-FolderPath = Annotated[str, Field(pattern=r"^(/[^:]*)?$")]
-Labels = dict[str, str]
-Strings = dict[str, str]
-
-CHART_SETS = {
-    "coordinator": "REDIS_URL STORE DATA_DIR MODEL_DIRS ALLOW_REMOTE_CODE KEYS_FILE ALLOW_NO_AUTH METRICS_OPEN COOKIE_SECURE HOST PORT LOG_LEVEL",
-    "ingest": "REDIS_URL STORE LOG_LEVEL",
-    "worker": "REDIS_URL STORE TAP ENGINE_URL TAP_BYTES WORKERS_PER_ENGINE WINDOW REQUEST_TIMEOUT_S READY_TIMEOUT_S DRAIN_S WRITE_THREADS LOG_LEVEL",
-    "engine": "ENGINE_RING_BYTES",
-}
-"""Service -> STATETAP_… variables that the templates set from values of their own."""
-
-
-def env_field(service: str) -> Any:
-    """A map of further variables; none that the chart sets itself (the object would have it twice)."""
-    taken = [f"STATETAP_{n}" for n in CHART_SETS[service].split()] + [
-        "HOME",
-        "HF_HOME",
-        "HF_TOKEN",
-        "REDIS_PASSWORD",
-        "POD_NAME",
-        "PYTHONUNBUFFERED",
-    ]
-    names = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": taken}}
-    return Field(
-        default_factory=dict,
-        description="Further environment variables (see settings.md); those that the chart sets are refused.",
-        json_schema_extra={"propertyNames": names},
-    )
-
-
-def has(**properties: dict[str, Any]) -> dict[str, Any]:
-    """An object that has these properties, each valid."""
-    return {"properties": properties, "required": list(properties)}
-
-
-def when(condition: dict[str, Any], then: dict[str, Any], otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
-    """JSON Schema's if/then/else."""
-    return {"if": condition, "then": then} | ({"else": otherwise} if otherwise else {})
-
-
-def const(value: object) -> dict[str, Any]:
-    return {"const": value}
-
-
-NONEMPTY = {"minLength": 1}
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SecretKey(Section):
-    name: Name = Field(default="", description="Name of a Secret that exists already.")
-    key: str = Field(default="", description="Key in it.")
-
-
-def secret(key: str, what: str) -> Any:
-    return Field(default=SecretKey(key=key), description=what)
+from tests.support.chart.rules import (
+    NONEMPTY,
+    FolderPath,
+    Labels,
+    Name,
+    Quantity,
+    SecretKey,
+    Section,
+    Strings,
+    const,
+    env_field,
+    has,
+    secret,
+    when,
+)
 
 
 class Image(Section):
@@ -124,7 +74,9 @@ class Engine(Placement):
         json_schema_extra={"allOf": [when(has(cpu=const(True)), has(gpus=const(0)), {"properties": {"gpus": {"minimum": 1}}})]},
     )
 
-    replicas: int = Field(default=1, ge=0, description="Engines; each is a pod with its workers. Left to KEDA where autoscaling is on.")
+    replicas: int = Field(
+        default=1, ge=0, le=1000, description="Engines; each is a pod with its workers. Left to KEDA where autoscaling is on."
+    )
     gpus: int = Field(default=1, ge=0, le=16, description="GPUs of an engine, which is its tensor parallel size. 0 with engine.cpu only.")
     gpuResource: str = Field(
         default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", description="Resource name of a GPU (a MIG slice has its own)."
@@ -133,34 +85,39 @@ class Engine(Placement):
     sglang: list[Annotated[str, Field(json_schema_extra={"not": {"pattern": f"^({_flags})(=|$)"}})]] = Field(
         default_factory=list, description="Flags for SGLang. Those that break capture are refused here, as the engine does."
     )
-    cpus: float = Field(default=8, gt=0, description="CPUs requested. No limit: throttled schedulers stall the GPU.")
+    cpus: float = Field(default=8, ge=0.01, le=1024, description="CPUs requested. No limit: throttled schedulers stall the GPU.")
     memory: Quantity = Field(default="64Gi", description="Memory of the engine's processes, the ring included. The limit adds tap and shm.")
     tap: Quantity = Field(default="32Gi", description="Size of the tap, in memory. At least the bytes of a window of prefills a worker.")
     shm: Quantity = Field(default="8Gi", description="Size of /dev/shm (NCCL and SGLang's processes), in memory.")
     ring: Quantity = Field(default="4Gi", description="Pinned ring of captured rows on their way to the tap; a part of engine.memory.")
     cacheSize: Quantity = Field(default="20Gi", description="Limit of HOME and /tmp each, on the node's disk: compiled kernels.")
     startTimeoutSeconds: int = Field(
-        default=3600, ge=60, description="Budget from the start until READY: download, load, self-check. Startup probe and engine have it."
+        default=3600,
+        ge=60,
+        le=86_400,
+        description="Budget from the start until READY: download, load, self-check. Startup probe and engine have it.",
     )
-    stopSeconds: int = Field(default=30, ge=1, description="Seconds that SGLang may take to stop once the workers have ended.")
+    stopSeconds: int = Field(default=30, ge=1, le=3600, description="Seconds that SGLang may take to stop once the workers have ended.")
     runtimeClassName: Name = Field(default="", description="Runtime class, for clusters where `nvidia` is not the default.")
     maxUnavailable: int = Field(
-        default=1, ge=0, description="Of the disruption budget: engines that may be evicted at a time. 0 blocks drains."
+        default=1, ge=0, le=1000, description="Of the disruption budget: engines that may be evicted at a time. 0 blocks drains."
     )
     env: Strings = env_field("engine")
 
 
 class Workers(Section):
     perEngine: int = Field(default=2, ge=1, le=8, description="Workers beside one engine; two, so that one fills while one drains.")
-    window: int = Field(default=32, ge=1, description="Prefills in flight a worker.")
-    writeThreads: int = Field(default=2, ge=1, description="Threads a worker that check and write samples.")
-    cpus: float = Field(default=2, gt=0, description="CPUs requested, a worker.")
+    window: int = Field(default=32, ge=1, le=4096, description="Prefills in flight a worker.")
+    writeThreads: int = Field(default=2, ge=1, le=64, description="Threads a worker that check and write samples.")
+    cpus: float = Field(default=2, ge=0.01, le=1024, description="CPUs requested, a worker.")
     memory: Quantity = Field(default="4Gi", description="Memory limit and request, a worker.")
-    requestTimeoutSeconds: int = Field(default=300, ge=1, description="Seconds after which a prefill is given up and tried again.")
-    drainSeconds: int = Field(
-        default=60, ge=1, description="Seconds after SIGTERM in which prefills in flight may end: more than the longest."
+    requestTimeoutSeconds: int = Field(
+        default=300, ge=1, le=86_400, description="Seconds after which a prefill is given up and tried again."
     )
-    commitSeconds: int = Field(default=60, ge=1, description="Seconds added to it for checking and committing what came.")
+    drainSeconds: int = Field(
+        default=60, ge=1, le=86_400, description="Seconds after SIGTERM in which prefills in flight may end: more than the longest."
+    )
+    commitSeconds: int = Field(default=60, ge=1, le=86_400, description="Seconds added to it for checking and committing what came.")
     env: Strings = env_field("worker")
 
 
@@ -179,14 +136,14 @@ class Coordinator(Placement):
     allowNoAuth: bool = Field(default=False, description="Serve the cluster without keys: everybody who reaches it may do everything.")
     allowRemoteCode: bool = Field(default=False, description="Let anyone who may submit a dataset run its tokenizer's own code.")
     metricsOpen: bool = Field(default=False, description="Answer /metrics without a key.")
-    cpus: float = Field(default=0.5, gt=0, description="CPUs requested.")
+    cpus: float = Field(default=0.5, ge=0.01, le=1024, description="CPUs requested.")
     memory: Quantity = Field(default="1Gi", description="Memory limit and request.")
     env: Strings = env_field("coordinator")
 
 
 class Ingest(Placement):
-    replicas: int = Field(default=1, ge=1, description="Ingestion processes; each takes one dataset at a time.")
-    cpus: float = Field(default=1, gt=0, description="CPUs requested.")
+    replicas: int = Field(default=1, ge=1, le=100, description="Ingestion processes; each takes one dataset at a time.")
+    cpus: float = Field(default=1, ge=0.01, le=1024, description="CPUs requested.")
     memory: Quantity = Field(default="2Gi", description="Memory limit and request.")
     env: Strings = env_field("ingest")
 
@@ -220,7 +177,7 @@ class Redis(Placement):
         "password", "Password of the own Redis, of characters that need no escape in a URL. None: no password."
     )
     memory: Quantity = Field(default="1Gi", description="Memory limit and request; Redis keeps to three quarters of it.")
-    cpus: float = Field(default=0.25, gt=0, description="CPUs requested.")
+    cpus: float = Field(default=0.25, ge=0.01, le=1024, description="CPUs requested.")
     size: Quantity = Field(default="8Gi", description="Size of its volume.")
     storageClass: str = Field(default="", description="Storage class of its volume; empty: the cluster's default.")
 
@@ -312,16 +269,17 @@ class Autoscaling(Section):
     model_config = ConfigDict(json_schema_extra={"allOf": [when(has(enabled=const(True)), has(prometheus=NONEMPTY))]})
 
     enabled: bool = Field(default=False, description="Scale the engines by a KEDA ScaledObject on outstanding batches.")
-    minReplicas: int = Field(default=1, ge=1, description="Least engines. Not 0: without a live engine no batch is given out.")
-    maxReplicas: int = Field(default=4, ge=1, description="Most engines.")
+    minReplicas: int = Field(default=1, ge=1, le=1000, description="Least engines. Not 0: without a live engine no batch is given out.")
+    maxReplicas: int = Field(default=4, ge=1, le=1000, description="Most engines.")
     batchesPerEngine: int = Field(
         default=2,
         ge=1,
+        le=32,
         description="Outstanding batches an engine above which one more is started. A full engine has 2 x workers.perEngine.",
     )
     prometheus: str = Field(default="", pattern=r"^(https?://\S+)?$", description="URL of the Prometheus that scrapes the coordinator.")
     query: str = Field(default="", description="PromQL in place of the chart's own.")
-    pollingSeconds: int = Field(default=30, ge=5, description="Time between two looks.")
+    pollingSeconds: int = Field(default=30, ge=5, le=3600, description="Time between two looks.")
     scaleDownSeconds: int = Field(
         default=1800, ge=0, le=3600, description="Seconds that fewer engines must be enough before one is stopped."
     )
