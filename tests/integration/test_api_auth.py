@@ -163,6 +163,8 @@ def test_it_does_not_start_open_to_a_network_or_with_a_file_that_does_not_parse(
 ) -> None:
     text = start_fails(Coordinator(tmp_path, redis_server.url, HOST="0.0.0.0"))
     assert "statetap keys add" in text and "STATETAP_ALLOW_NO_AUTH" in text
+    text = start_fails(Coordinator(tmp_path, redis_server.url, HOST="127.0.0.1", PUBLISHED="0.0.0.0"))  # a container's port
+    assert "STATETAP_PUBLISHED: 0.0.0.0" in text and "statetap keys add" in text
     wrong = tmp_path / "wrong"
     wrong.write_text(f"# of us\n\nalice write {digest(keys.read)}\nbob rw {digest(keys.write)}\n")
     assert "line 4" in start_fails(Coordinator(tmp_path, redis_server.url, KEYS_FILE=str(wrong)))
@@ -188,6 +190,18 @@ def test_a_closed_network_may_do_without_keys_and_each_start_says_so(tmp_path: P
         assert process.http.get("/metrics").status_code != 401
         assert process.http.get("/v1/jobs").status_code == 401
         assert process.http.get("/v1/jobs", headers=bearer(keys.read) | {"Host": "states.internal"}).status_code == 200
+    finally:
+        process.close()
+
+
+def test_a_port_that_is_published_on_loopback_needs_no_keys_and_shows_metrics_to_its_network(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    process = Coordinator(tmp_path, redis_server.url, HOST="0.0.0.0", PUBLISHED="127.0.0.1", METRICS_OPEN="1").start()
+    try:
+        assert process.http.get("/v1/jobs").status_code == 200
+        assert process.http.get("/metrics", headers={"Host": "coordinator:8700"}).status_code == 200
+        assert refused(process.http.get("/v1/jobs", headers={"Host": "coordinator:8700"}), 403, "forbidden")
     finally:
         process.close()
 

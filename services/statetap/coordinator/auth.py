@@ -94,15 +94,16 @@ class Guard:
         self._loopback_only = self._keys is None and not settings.allow_no_auth
         if self._keys is not None:
             return
-        if self._loopback_only and not is_loopback(settings.host):
+        address, name = (settings.published, "STATETAP_PUBLISHED") if settings.published else (settings.host, "STATETAP_HOST")
+        if self._loopback_only and not is_loopback(address):
             raise RequestError(
                 ErrorCode.INVALID_REQUEST,
-                f"STATETAP_HOST: {settings.host} is not loopback and there are no keys: everybody who reaches it could do everything. "
+                f"{name}: {address} is not loopback and there are no keys: everybody who reaches it could do everything. "
                 "Make one with `statetap keys add NAME --file FILE` and set STATETAP_KEYS_FILE=FILE, or set STATETAP_ALLOW_NO_AUTH=true "
                 "where the network is closed by other means",
             )
         if settings.allow_no_auth:
-            log.warning("no authentication (STATETAP_ALLOW_NO_AUTH): everybody who reaches %s may do everything", settings.host)
+            log.warning("no authentication (STATETAP_ALLOW_NO_AUTH): everybody who reaches %s may do everything", address)
 
     def start(self, store: Path) -> None:
         """Read or make the secret of the sessions. Raises StoreError."""
@@ -112,12 +113,14 @@ class Guard:
     async def admit(self, connection: HTTPConnection) -> Caller | None:
         """Who asks, None on an open path. Raises RequestError ``unauthorized``, ``forbidden``, ``rate_limited``."""
         method, path, headers = connection.scope["method"], connection.scope["path"], connection.headers
-        if self._loopback_only and not is_loopback(host_name(headers.get("host", ""))):
+        # The Host header tells a page of another site that a browser was led to from a caller of this host; /metrics holds nothing for it.
+        metrics = path == METRICS and method in _SAFE and self._settings.metrics_open
+        if self._loopback_only and not metrics and not is_loopback(host_name(headers.get("host", ""))):
             raise RequestError(
                 ErrorCode.FORBIDDEN, "the Host header is no loopback name: without keys only this host is served (see STATETAP_KEYS_FILE)"
             )
         needed = scope_of(method, path)
-        if path == METRICS and method in _SAFE and self._settings.metrics_open:
+        if metrics:
             needed = None
         if self._keys is None or needed is None:
             if method not in _SAFE:

@@ -51,6 +51,11 @@ class CoordinatorSettings(BaseSettings):
     session_s: float = Field(default=43_200.0, gt=0, description="Seconds after which a login of the page ends.")
     max_json_bytes: int = Field(default=1 << 20, ge=1024, description="Longest request body that is not an upload, in bytes.")
     host: str = Field(default="127.0.0.1", description="Address that the API listens on. Anything but loopback needs keys_file.")
+    published: str = Field(
+        default="",
+        description="Address at which a container's port is published, where host is the container's own: by it is judged whether keys are "
+        "needed. Unset: host.",
+    )
     port: int = Field(default=8700, ge=0, le=65535, description="Port that the API listens on; 0 takes a free one.")
     port_file: Path | None = Field(default=None, description="File that the bound port is written to, atomically, once the API listens.")
     tick_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two looks of the reconciler.")

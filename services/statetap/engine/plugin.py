@@ -8,6 +8,7 @@ written to ``ENGINE_FAILED.json`` in the tap. An engine whose plugin did not loa
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import os
@@ -225,6 +226,9 @@ HOOKS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 def check_target(target: str, wanted: tuple[str, ...]) -> str | None:
     """What is wrong with a hook target in this SGLang, or None."""
     try:
+        importlib.import_module(
+            target.rsplit(".", 2)[0]
+        )  # resolve_name takes a module that fails to be imported for an attribute that is not there
         function = pkgutil.resolve_name(target)
     except (AttributeError, ImportError) as e:
         return f"there is no {target} ({e})"
