@@ -94,12 +94,14 @@ def test_the_startup_probe_has_the_budget_of_the_engine_and_a_bit_more(name: str
     assert environment(engine_pod(name).containers[0])["STATETAP_READY_TIMEOUT_S"] == str(budget)
 
 
-def test_liveness_outlasts_the_longest_prefill_and_workers_have_no_probe() -> None:
+def test_liveness_outlasts_the_longest_prefill_and_workers_have_none() -> None:
     pod = engine_pod("least")
     probe = container(pod, "engine").livenessProbe
     assert probe.periodSeconds * (probe.failureThreshold - 1) >= values("least")["workers"]["requestTimeoutSeconds"]
-    for c in pod.containers:
-        assert (c.livenessProbe, c.readinessProbe, c.startupProbe) == (None, None, None)
+    ingest = container(typed("least").one("Deployment", "ingest").spec.template.spec, "ingest")
+    for c in [*pod.containers, ingest]:
+        assert (c.livenessProbe, c.startupProbe) == (None, None), "an outage of Redis must not restart them"
+        assert c.readinessProbe.exec.command == ["python3", "-m", "statetap.alive"]
 
 
 def test_gpus_are_the_engines_alone_and_their_number_is_tensor_parallel() -> None:

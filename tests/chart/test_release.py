@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from statetap import __version__
 from tests.chart.sets import GOOD, typed
-from tests.support.chart.helm import RELEASE
+from tests.support.chart.helm import RELEASE, ROOT
 from tests.support.chart.objects import Typed, container, environment
 
 
@@ -31,6 +32,17 @@ def test_every_pod_is_restricted_and_has_no_token(name: str) -> None:
         assert context.capabilities.drop == ["ALL"] and context.capabilities.add is None and context.privileged is None
         assert c.resources.limits["memory"] == c.resources.requests["memory"] and c.resources.requests["cpu"]
         assert c.terminationMessagePolicy == "FallbackToLogsOnError"
+
+
+def test_an_engine_has_a_cache_where_the_image_looks_for_it() -> None:
+    """Kernels are compiled at the first start, and the root is read-only: what images/engine points at /cache is a volume."""
+    text = (ROOT / "images" / "engine" / "Dockerfile").read_text()
+    folders = set(re.findall(r"\b[A-Z_]+=(/[a-z]+)", text)) - {"/home", "/opt"}
+    assert folders == {"/models", "/cache"}
+    engine = container(typed("least").one("StatefulSet", "engine").spec.template.spec, "engine")
+    assert folders <= {m.mountPath for m in engine.volumeMounts}
+    for _, c in typed("least").containers():
+        assert environment(c).get("HF_HOME", "/models/hf") == re.findall(r"HF_HOME=(\S+)", text)[0]
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -161,6 +173,15 @@ def test_images_have_the_charts_version_unless_a_tag_or_digest_is_given() -> Non
     assert elsewhere["engine"] == "registry.example.com/ml/statetap/engine@sha256:" + "0" * 64
     for _, _, spec in typed("images elsewhere").pods():
         assert [s.name for s in spec.imagePullSecrets] == ["pull"]
+
+
+def test_images_are_those_that_compose_builds_and_runs() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for name in ("least", "example cpu-demo"):
+        for _, c in typed(name).containers():
+            image, _, tag = c.image.partition(":")
+            assert f" {image}:{'${STATETAP_VERSION' if tag == __version__ else tag}" in text, c.image
+    assert "./k8s/statetap/dashboards:" in text, "one dashboard for both"
 
 
 def test_the_hubs_token_goes_to_who_asks_the_hub() -> None:

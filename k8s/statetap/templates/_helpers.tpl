@@ -220,3 +220,12 @@ import os; os.stat("/tap/READY.json"); {{ include "statetap.engine.alive" . }}
   {{- end }}
 {{- end }}
 {{- end }}
+
+{{- /* Ready is who is registered in Redis: a rollout waits for it, and nothing else hangs on it. */}}
+{{- define "statetap.registered" -}}
+readinessProbe:
+  exec:
+    command: [python3, -m, statetap.alive]
+  periodSeconds: 30
+  timeoutSeconds: 10
+{{- end }}

@@ -41,8 +41,10 @@ class Images(Section):
     pullPolicy: Literal["IfNotPresent", "Always", "Never"] = Field(default="IfNotPresent", description="When images are pulled.")
     pullSecrets: list[Name] = Field(default_factory=list, description="Names of image pull Secrets.")
     control: Image = Field(default=Image(repository="statetap/control"), description="Coordinator, ingestion, workers, command line.")
-    engine: Image = Field(default=Image(repository="statetap/engine"), description="SGLang with the capture plugin.")
-    redis: Image = Field(default=Image(repository="redis", tag="7.4-alpine"), description="Redis, unless it is external.")
+    engine: Image = Field(
+        default=Image(repository="statetap/engine"), description="SGLang with the capture plugin; for engine.cpu statetap/engine-cpu."
+    )
+    redis: Image = Field(default=Image(repository="redis", tag="7.4-bookworm"), description="Redis, unless it is external.")
 
 
 class Model(Section):
@@ -90,7 +92,7 @@ class Engine(Placement):
     tap: Quantity = Field(default="32Gi", description="Size of the tap, in memory. At least the bytes of a window of prefills a worker.")
     shm: Quantity = Field(default="8Gi", description="Size of /dev/shm (NCCL and SGLang's processes), in memory.")
     ring: Quantity = Field(default="4Gi", description="Pinned ring of captured rows on their way to the tap; a part of engine.memory.")
-    cacheSize: Quantity = Field(default="20Gi", description="Limit of HOME and /tmp each, on the node's disk: compiled kernels.")
+    cacheSize: Quantity = Field(default="20Gi", description="Limit of /cache (HOME, compiled kernels) and /tmp each, on the node's disk.")
     startTimeoutSeconds: int = Field(
         default=3600,
         ge=60,
