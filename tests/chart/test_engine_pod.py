@@ -120,11 +120,12 @@ def test_gpus_are_the_engines_alone_and_their_number_is_tensor_parallel() -> Non
 
 
 def test_an_engine_has_the_name_of_its_pod_and_listens_for_its_own_pod_only() -> None:
-    engine = container(engine_pod("least"), "engine")
+    for name in ("least", "example external-redis"):  # the second is scraped, but for its engines
+        engine = container(engine_pod(name), "engine")
+        assert engine.args[engine.args.index("--host") + 1] == "127.0.0.1"
     assert engine.args[engine.args.index("--engine-id") + 1] == "$(POD_NAME)"
     (name,) = (e for e in engine.env if e.name == "POD_NAME")
     assert name.valueFrom.fieldRef.fieldPath == "metadata.name"
-    assert engine.args[engine.args.index("--host") + 1] == "127.0.0.1"
     watched = container(engine_pod("everything watched"), "engine")
     assert watched.args[watched.args.index("--host") + 1] == "0.0.0.0"
     assert all(environment(c)["STATETAP_ENGINE_URL"] == "http://127.0.0.1:30000" for c in engine_pod("everything watched").containers)
