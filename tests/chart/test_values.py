@@ -52,6 +52,12 @@ def test_versions_are_those_of_the_package() -> None:
     assert chart["appVersion"] == chart["version"] == __version__
 
 
+def say(name: str, value: int, note: str) -> None:
+    if os.environ.get("STATETAP_FIGURES"):
+        print()  # pytest's dots stand before it
+        print_figure(name, value, "value sets", f"STATETAP_FIGURES=1 {ME}", note)
+
+
 def test_the_schema_refuses_what_cannot_work() -> None:
     """All bad sets in one go: each by the schema, before a template is looked at, and for its own reason."""
     wrong = []
@@ -61,10 +67,7 @@ def test_the_schema_refuses_what_cannot_work() -> None:
             wrong.append(f"{name}: {done.stderr[:500] or 'rendered'}")
     assert not wrong, "\n".join(wrong)
     assert len(BAD) >= 20
-    if os.environ.get("STATETAP_FIGURES"):
-        print_figure(
-            "chart.bad_values_rejected", len(BAD), "value sets", f"STATETAP_FIGURES=1 {ME}", "by the schema, each for its own reason"
-        )
+    say("chart.bad_values_rejected", len(BAD), "by the schema, each for its own reason")
 
 
 @pytest.mark.parametrize("name", FAILS)
@@ -87,9 +90,7 @@ def test_a_good_set_renders_objects_that_are_valid_in_both_versions(name: str) -
 
 def test_enough_good_sets() -> None:
     assert len(GOOD) >= 12 and len([n for n in GOOD if n.startswith("example")]) == 4
-    if os.environ.get("STATETAP_FIGURES"):
-        note = f"strictly valid in Kubernetes {' and '.join(VERSIONS)}"
-        print_figure("chart.good_values_rendered", len(GOOD), "value sets", f"STATETAP_FIGURES=1 {ME}", note)
+    say("chart.good_values_rendered", len(GOOD), f"strictly valid in Kubernetes {' and '.join(VERSIONS)}")
 
 
 def test_the_strict_schemas_see_a_wrong_field_a_wrong_type_and_nothing_at_all() -> None:
