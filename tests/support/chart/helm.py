@@ -1,6 +1,6 @@
 """Real helm, and Kubernetes' own schemas, out of two packages that carry them (requirements/chart.txt); nothing is installed.
 
-python -m tests.support.chart.helm ARGUMENTS…      runs helm (`make chart` lints with it)
+python -m tests.support.chart.helm ARGUMENTS…      runs that helm
 """
 
 from __future__ import annotations
