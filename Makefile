@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration models faults e2e containers trainers bench engine-soak figures docs clean engine-old
+.PHONY: help setup demo test check unit integration models faults e2e containers chart trainers bench engine-soak figures docs clean engine-old
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ faults: setup ## Killed workers, full disks, torn writes: the full form (tens of
 
 e2e: setup ## The whole stack by its command line
 	@$(PY) -m pytest -q tests/e2e
+
+chart: setup ## The Helm chart: lint, value sets that must be refused or render, rendered objects (real helm, no cluster)
+	@$(PY) -m pytest -q tests/chart
 
 engine-old: setup ## The engine's tests on SGLang 0.5.17, the oldest release that is known to work
 	@test -d $(VENV)/sglang-0.5.17 || $(PY) -m tests.support.other_sglang 0.5.17 $(VENV)/sglang-0.5.17

@@ -1,5 +1,5 @@
-"""docs/reference/*.md, written from the code: the API from its OpenAPI, the command line from its commands, settings, errors and metrics
-from where they are declared. The result depends on the code alone: no paths, versions, times or number of cores.
+"""docs/reference/*.md, written from the code: the API from its OpenAPI, the command line from its commands, settings, errors, metrics
+and the chart's values from where they are declared. The result depends on the code alone: no paths, versions, times or number of cores.
 
 python -m tests.support.reference        writes the pages (`make docs`)
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
+import json
 import textwrap
 import types
 import typing
@@ -325,6 +326,27 @@ _LIMITS = {
 }
 
 
+# chart
+
+
+def chart() -> str:
+    """The values of the Helm chart, by section."""
+    from tests.support.chart.generate import kind, rows
+
+    lines = [
+        "Values of `k8s/statetap`; how to use them: [a cluster](../howto/cluster.md). `values.schema.json` refuses what is not here, and combinations "
+        "that cannot work. Sizes are in Mi, Gi or Ti.",
+        "",
+    ]
+    sections: dict[str, list[tuple[str, str, str, str]]] = {}
+    for path, field, default, text in rows():
+        shown = "required" if field.is_required() and default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
+        sections.setdefault(path.partition(".")[0] if "." in path else "", []).append((f"`{path}`", kind(field), shown, text))
+    for section, entries in [*((k, v) for k, v in sections.items() if k), ("All", sections[""])]:
+        lines += [f"## {section}", "", *table("Value | Type | Default | What it does", entries)]
+    return page("Chart", lines)
+
+
 # pages
 
 
@@ -332,10 +354,13 @@ def page(title: str, lines: list[str]) -> str:
     return "\n".join([MADE, "", f"# {title}", "", *lines]).rstrip() + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"api": api, "cli": cli, "settings": settings, "errors": errors, "metrics": metrics}
+PAGES: dict[str, Callable[[], str]] = {"api": api, "cli": cli, "settings": settings, "errors": errors, "metrics": metrics, "chart": chart}
 
 
 def main() -> None:
+    from tests.support.chart import generate
+
+    generate.main()
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, make in PAGES.items():
         (FOLDER / f"{name}.md").write_text(make())
