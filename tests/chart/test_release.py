@@ -154,6 +154,17 @@ def test_data_by_path_is_mounted_read_only_where_it_is_looked_at() -> None:
     assert "STATETAP_DATA_DIR" not in environment(coordinator(typed("least")))
 
 
+def test_models_are_mounted_where_they_are_looked_for_and_written_by_who_downloads() -> None:
+    release = typed("least")
+    c = coordinator(release)
+    (mount,) = (m for m in c.volumeMounts if m.mountPath == environment(c)["STATETAP_MODEL_DIRS"])
+    assert mount.name == "models" and mount.readOnly
+    for end, kind in (("ingest", "Deployment"), ("engine", "StatefulSet")):
+        c = container(release.one(kind, end).spec.template.spec, end)
+        (mount,) = (m for m in c.volumeMounts if environment(c)["HF_HOME"].startswith(f"{m.mountPath}/"))
+        assert mount.name == "models" and not mount.readOnly
+
+
 def test_claims_stay_when_the_release_goes() -> None:
     claims = {c.metadata.name: c for c in typed("least").of("PersistentVolumeClaim")}
     assert set(claims) == {"st-statetap-store", "st-statetap-models"}
