@@ -7,6 +7,7 @@ import signal
 
 import psutil
 
+from statetap.contracts import keys
 from tests.faults.killer_worker import KILLER
 from tests.support.jobs import token_rows
 from tests.support.workers import Job, Process, Rig, eventually
@@ -49,14 +50,14 @@ def test_a_killed_workers_horse_dies_with_it_and_its_rows_run_again(rig: Rig) ->
     assert len({line["row"] for line in job.lines()}) == len(list(job.lines())) == ROWS
 
 
-def test_a_killed_horse_is_replaced_and_its_tap_folder_goes_at_once(rig: Rig) -> None:
-    """Seen to fail with a parent that leaves its dead horse's folder to the engine's sweep."""
+def test_a_killed_horse_is_replaced_and_its_lease_and_tap_folder_go_at_once(rig: Rig) -> None:
+    """Seen to fail with a parent that leaves its dead horse's folder to the engine's sweep, and with one that leaves its lease to lapse."""
     rig.start_engine(delay_ms=20)
     worker, job, horse = running(rig)
     for _ in range(3):
         os.kill(horse.pid, signal.SIGKILL)
         eventually("its tap folder is gone", lambda: not list(rig.tap.glob("[0-9a-f]*")))
-        job.wait_lapsed()
+        eventually("its lease is given back", lambda: not rig.redis.exists(keys.lease(job.id, 0)), keys.LEASE_TTL_S / 2)
         job.requeue(0)
         before = job.committed()
         eventually("the next one works", lambda n=before: job.done() or job.committed() > n)

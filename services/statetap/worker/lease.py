@@ -91,6 +91,11 @@ end
 return 1
 """
 
+_GIVE_BACK = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
 _END = """
 local raw = redis.call('HGET', KEYS[2], ARGV[2])
 if raw and cjson.decode(raw).attempt == tonumber(ARGV[3]) then redis.call('HDEL', KEYS[2], ARGV[2]) end
@@ -103,6 +108,12 @@ return 1
 def connect(url: str) -> redis.Redis:
     """A client whose calls fail fast: retrying is :meth:`BatchKeys.call`'s work, which can be given up."""
     return redis.Redis.from_url(url, decode_responses=True, socket_timeout=5.0, socket_connect_timeout=5.0, retry=Retry(NoBackoff(), 0))
+
+
+def give_back(client: redis.Redis, job_id: str, batch: int, lease: str) -> None:
+    """Take the lease of a horse that is dead from it, so that its batch is run again at once and not when the lease lapses. What it had in
+    flight stays recorded: those rows are suspects."""
+    client.eval(_GIVE_BACK, 1, keys.lease(job_id, batch), lease)
 
 
 class BatchKeys:

@@ -35,7 +35,7 @@ from ..contracts.errors import EngineError
 from ..contracts.records import EngineInfo
 from . import drain
 from .context import Context, read_ready
-from .lease import connect
+from .lease import connect, give_back
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,11 @@ class BatchWorker(Worker):
 
     def monitor_work_horse(self, job: Job, queue: Queue) -> None:
         super().monitor_work_horse(job, queue)
-        sweep_own(self._context)
+        for lease in sweep_own(self._context):  # of a horse that was killed: one that ends gives it back itself
+            try:
+                give_back(self.connection, job.kwargs["job_id"], job.kwargs["batch"], lease)
+            except _QUIET as e:
+                log.warning("event=redis_away doing=give_back error=%s", type(e).__name__)
 
     # Redis
 
@@ -147,14 +151,20 @@ class BatchWorker(Worker):
             log.warning("event=redis_away doing=working_time error=%s", type(e).__name__)
 
 
-def sweep_own(context: Context) -> None:
-    """Remove the tap folders of this worker's dead horses: at this moment it has none. The engine would only do it in half a minute."""
+def sweep_own(context: Context) -> list[str]:
+    """Remove the tap folders of this worker's dead horses: at this moment it has none. The engine would only do it in half a minute.
+
+    Returns their leases.
+    """
+    leases = []
     for note in context.settings.tap.glob(f"*/{LEASE_FILE}"):
         try:
             if json.loads(note.read_bytes()).get("worker_id") == context.worker_id:
                 shutil.rmtree(note.parent, ignore_errors=True)
+                leases.append(note.parent.name)
         except (OSError, ValueError, AttributeError):
             continue  # another worker's, just being written or removed
+    return leases
 
 
 class EngineKeeper:
