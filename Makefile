@@ -32,6 +32,8 @@ test: setup check ## Everything that CI runs
 	@STATETAP_MODELS=short $(PY) -m pytest -q tests/models
 	@$(PY) -m pytest -q tests/faults
 	@$(PY) -m pytest -q tests/e2e
+	@$(PY) -m pytest -q tests/chart
+	@$(PY) -m pytest -q tests/containers
 
 check: setup ## ruff, mypy, import-linter, deptry
 	@$(VENV)/bin/ruff format --check -q services tests examples || { echo "not formatted: run ruff format"; exit 1; }

@@ -20,7 +20,7 @@ from tests.support.figures import print_figure
 from tests.support.stack import tokenized
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = "python -m pytest -s tests/containers (with STATETAP_FIGURES=1)"
+COMMAND = "STATETAP_FIGURES=1 python -m pytest -s tests/containers"
 
 
 def files_of(stack: Stack, path: str) -> Path:

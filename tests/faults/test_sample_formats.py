@@ -29,6 +29,7 @@ def rows_of(service: Service) -> Path:
 
 
 def test_each_encoding_is_done_whole_and_reused_by_its_like_alone(service: Service) -> None:
+    """Seen to fail with FP8 values that are read without their scales."""
     service.start()
     dataset = service.dataset(token_rows(300, 40))
     done = {}
@@ -123,6 +124,7 @@ def test_killed_workers_lose_and_double_nothing(service: Service, encoding: str)
 
 
 def test_a_boundary_that_no_engine_captures_is_refused_with_the_command_that_would(service: Service) -> None:
+    """Seen to fail with a start command of the engine that is there."""
     service.start()
     dataset = service.dataset(token_rows(5, 20))
     reply = service.api.http.post("/v1/jobs", json={"dataset_id": dataset, "boundaries": [2, 3]})

@@ -13,6 +13,7 @@ from tests.support.service import Service
 
 
 def test_a_small_job_beside_a_big_one_takes_about_twice_its_time_alone(tmp_path: Path) -> None:
+    """Seen to fail without batches that make room."""
     ratio, note = small_job_ratio(tmp_path, 8_000, 6_000)
     assert ratio < 3.2, note  # one worker of two is 2; without fairness it is the big job's batch, 8 and more
 
@@ -23,6 +24,7 @@ def test_the_eta_holds_from_the_first_twentieth_on(tmp_path: Path) -> None:
 
 
 def test_no_prefill_is_sent_two_seconds_after_a_pause(tmp_path: Path) -> None:
+    """Seen to fail with a control key that is read every six seconds."""
     seconds, note = pause_s(tmp_path, 2)
     assert seconds < 3, note  # the promise is two, on a machine that is not overloaded
 
@@ -36,6 +38,7 @@ def test_no_prefill_is_sent_two_seconds_after_a_pause(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdict_names_what_bounds_a_job(tmp_path: Path, redis_server: RedisServer, bound: str, engine: dict, env: dict) -> None:
+    """Seen to fail with what the last workers told, shown while the engine is away."""
     with Service(tmp_path, redis_server.url) as service:
         service.start(**engine, **env)
         job = service.api.submit(service.dataset(same_length(4_000, 100)))["job_id"]

@@ -91,6 +91,7 @@ def on_disk_or_less(path: Path) -> int:
 
 
 def test_a_reader_that_dies_reads_again_what_it_had_not_acknowledged(service: Service) -> None:
+    """Seen to fail with a stream that acknowledges what it gave out when it is closed."""
     service.start()
     job = service.api.submit(service.dataset(token_rows(300, 50)), retain="until_read", retain_bytes=1 << 30)["job_id"]
     service.api.until_state(job, "completed", seconds=30)

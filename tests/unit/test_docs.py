@@ -33,6 +33,9 @@ def test_a_figures_command_names_a_module_or_file_of_the_tree() -> None:
         if command.startswith("tests/"):
             assert (ROOT / command.split()[0]).exists(), f["command"]
             continue
+        if target := re.fullmatch(r"make (\S+)", command):
+            assert f"\n{target[1]}:" in (ROOT / "Makefile").read_text(), f["command"]
+            continue
         module = re.match(r"python -m (\S+)", command)
         path = module[1].replace(".", "/") + ".py" if module else f["command"].split()[1]
         assert (ROOT / path).exists(), f["command"]
