@@ -32,7 +32,7 @@ def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_s
     (tmp_path / "storm").mkdir()
     with storm_service(tmp_path / "storm", redis_server.url, workers=WORKERS, window=2) as service:
         service.dataset(rows)
-        service.start(workers=WORKERS, delay_ms=times(70, 165))
+        service.start(workers=WORKERS, delay_ms=times(70, 215))
         job = service.api.submit("ds-1")["job_id"]
         with Storm(service, redis_server, job, SEED, (0.5, 2.0)) as storm:
             storm.run(completed(service, job), 900)
