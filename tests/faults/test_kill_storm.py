@@ -13,8 +13,8 @@ from tests.support.storm import Audit, Storm, audit, completed, p99, samples, st
 from tests.support.workers import eventually
 
 WORKERS = times(3, 4)
-ROWS = times(1_000, 10_000)
-KILLS = times(25, 300)
+ROWS = times(1_500, 10_000)
+KILLS = times(15, 300)
 RECOVERY_S = 15.0  # the promise: a lost batch is run again within it
 
 
@@ -32,16 +32,17 @@ def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_s
     (tmp_path / "storm").mkdir()
     with storm_service(tmp_path / "storm", redis_server.url, workers=WORKERS, window=2) as service:
         service.dataset(rows)
-        service.start(workers=WORKERS, delay_ms=times(70, 215))
+        service.start(workers=WORKERS, delay_ms=times(120, 300))
         job = service.api.submit("ds-1")["job_id"]
         with Storm(service, redis_server, job, SEED, (0.5, 2.0)) as storm:
             storm.run(completed(service, job), 900)
         kills = storm.kills.total()
-        recovery = storm.recovery_s()
-        note = (
-            f"{ROWS:,} rows, {kills} kills ({', '.join(f'{n} {k}' for k, n in sorted(storm.kills.items()))}), {len(recovery)} batches lost"
+        every, recovery = storm.recovery_s(), storm.recovery_s(alone=True)
+        note = f"{ROWS:,} rows, {kills} kills ({', '.join(f'{n} {k}' for k, n in sorted(storm.kills.items()))}), {len(every)} batches lost"
+        note += f", {len(recovery)} of them while the coordinator lived until they were run again"
+        print(
+            f"\n{note}; recovery: median {recovery[len(recovery) // 2]:.1f} s, p99 {p99(recovery):.1f} s, worst {recovery[-1]:.1f} s; of all: p99 {p99(every):.1f} s, worst {every[-1]:.1f} s"
         )
-        print(f"\n{note}; recovery: median {recovery[len(recovery) // 2]:.1f} s, p99 {p99(recovery):.1f} s, worst {recovery[-1]:.1f} s")
         seen = audit(service, job, ROWS, storm.read)
         figure("faults.kills", kills, "kills", note)
         figure("faults.rows_lost", seen.lost, "rows", note)
@@ -49,7 +50,10 @@ def test_a_storm_of_kills_leaves_what_a_quiet_run_leaves(tmp_path: Path, redis_s
         figure("faults.bad_checksums", seen.bad, "files", note)
         figure("faults.quarantined_innocent", seen.quarantined, "rows", note)
         figure(
-            "faults.recovery_p99_s", round(p99(recovery), 1), "s", f"{note}; worst {recovery[-1]:.1f} s, till another attempt has the lease"
+            "faults.recovery_p99_s",
+            round(p99(recovery), 1),
+            "s",
+            f"{note}; worst {recovery[-1]:.1f} s, till another attempt has the lease; of all {p99(every):.1f} s, worst {every[-1]:.1f} s",
         )
         assert seen == Audit(lost=0, doubled=0, bad=0, quarantined=0, temps=0)
         wait_tap_empty(service)

@@ -43,6 +43,7 @@ class Loss:
     at: float
     back: float = 0.0
     ended: bool = False  # its rows all had their outcome already: nothing was to be run again
+    alone: bool = True  # the coordinator lived until it was back: no second fault
 
 
 class Storm:
@@ -97,6 +98,8 @@ class Storm:
     def kill(self, kind: str, name: str) -> None:
         """Kill ``coordinator``, or the worker of this name, or its ``horse`` (the worker, where that has just ended)."""
         if kind == "coordinator":
+            for loss in self.losses:
+                loss.alone &= bool(loss.back) or loss.ended
             self.service.api.kill()
             self.service.api.spawn()
         else:
@@ -109,7 +112,7 @@ class Storm:
                 kind = "worker"
                 self._restart(worker)
             if holds:
-                self.losses.append(Loss(batch=holds[0], holder=holds[1], at=time.monotonic()))
+                self.losses.append(Loss(batch=holds[0], holder=holds[1], at=time.monotonic(), alone=self.service.api.listens()))
         self.kills[kind] += 1
 
     def _restart(self, worker: Process) -> None:
@@ -164,11 +167,12 @@ class Storm:
         path = self.service.path(self.job_id)
         return len(fold(segments_by_batch(path).get(batch, []))) == read_plan(path)[batch].rows
 
-    def recovery_s(self) -> list[float]:
-        """Seconds for which each lost batch had no holder, sorted. All that were lost are back, or had nothing left to do."""
+    def recovery_s(self, *, alone: bool = False) -> list[float]:
+        """Seconds for which each lost batch had no holder, sorted. All that were lost are back, or had nothing left to do. ``alone``: only of
+        those meanwhile no coordinator was killed."""
         never = [loss for loss in self.losses if not loss.back and not loss.ended]
         assert not never, never
-        return sorted(loss.back - loss.at for loss in self.losses if loss.back)
+        return sorted(loss.back - loss.at for loss in self.losses if loss.back and (loss.alone or not alone))
 
 
 def p99(values: list[float]) -> float:

@@ -37,9 +37,10 @@ def lease(job_id: str, batch: int) -> str:
 
 
 def outstanding(profile_id: str) -> str:
-    """Hash ``job:batch`` -> JSON {attempt, rq_id, enqueued_at, started, lost}: batches given out and not handed back.
+    """Hash ``job:batch`` -> JSON {attempt, rq_id, enqueued_at, started, lost, missing_at}: batches given out and not handed back.
 
-    The reconciler adds a field when it enqueues (``lost``: because the last attempt was lost); the horse sets ``started`` when it has the
+    The reconciler adds a field when it enqueues (``lost``: because the last attempt was lost; ``missing_at``: when it was first seen to have left
+    its queue without a start, so that a coordinator that is started again goes on counting); the horse sets ``started`` when it has the
     lease and deletes the field when it ends.
     """
     return f"statetap:outstanding:{profile_id}"

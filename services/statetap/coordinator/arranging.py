@@ -14,7 +14,7 @@ from .view import JobView
 
 log = logging.getLogger(__name__)
 
-LOST_WAITS_S = 1.0  # of a lost batch, given out again: a worker that is free has it by then
+LOST_WAITS_S = 0.5  # of a lost batch, given out again: a worker that is free has it by then; less than a look, so that one is enough
 
 
 def arrange(feed: Feed, profile_id: str, group: list[JobView], workers: int, now: float) -> None:

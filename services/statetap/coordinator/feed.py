@@ -37,6 +37,16 @@ return attempt
 # batch out again (ARGV[6] = '1') or not.
 # KEYS outstanding, attempts, lease, inflight, suspects, losses; ARGV as above, then the attempt, '1' | '0'.
 # Returns {took back 0|1, new attempt or 0, rows that were in flight}.
+MISSING = """
+local raw = redis.call('HGET', KEYS[1], ARGV[1])
+if not raw then return 0 end
+local entry = cjson.decode(raw)
+if entry.attempt ~= tonumber(ARGV[2]) or entry.started then return 0 end
+entry.missing_at = tonumber(ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[1], cjson.encode(entry))
+return 1
+"""
+
 LAPSE = """
 local raw = redis.call('HGET', KEYS[1], ARGV[1])
 if not raw or cjson.decode(raw).attempt ~= tonumber(ARGV[5]) or redis.call('EXISTS', KEYS[3]) == 1 then return {0, 0, 0} end
@@ -82,6 +92,7 @@ class Entry:
     started: bool
     lost: bool = False
     enqueued_at: float = 0.0  # seconds since the epoch
+    missing_at: float = 0.0  # the same; 0: not seen to be missing
 
 
 def parse_outstanding(raw: dict[str, str]) -> tuple[list[Entry], list[str]]:
@@ -100,6 +111,7 @@ def parse_outstanding(raw: dict[str, str]) -> tuple[list[Entry], list[str]]:
                     started=bool(data.get("started")),
                     lost=bool(data.get("lost")),
                     enqueued_at=float(data.get("enqueued_at", 0.0)),
+                    missing_at=float(data.get("missing_at", 0.0)),
                 )
             )
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -116,6 +128,7 @@ class Feed:
         self._queues: dict[str, Queue] = {}
         self._give = self.redis.register_script(GIVE)
         self._lapse = self.redis.register_script(LAPSE)
+        self._missing = self.redis.register_script(MISSING)
         self._reorder = self.redis.register_script(REORDER)
 
     def close(self) -> None:
@@ -146,6 +159,10 @@ class Feed:
     def give_way(self, job_id: str, batch: int, attempt: int) -> None:
         """Ask an attempt to commit what is in flight and to hand the rest back."""
         self.redis.set(keys.give_way(job_id, batch, attempt), "1", ex=YIELD_TTL_S)
+
+    def missing(self, profile_id: str, entry: Entry) -> None:
+        """Remember since when a batch is in no queue and has not been started."""
+        self._missing(keys=[keys.outstanding(profile_id)], args=[f"{entry.job_id}:{entry.batch}", entry.attempt, time.time()])
 
     def lapse(self, profile_id: str, entry: Entry, *, again: bool) -> tuple[bool, int]:
         """Take back an attempt whose holder is gone, and give the batch out anew, before all others, if ``again``.

@@ -325,13 +325,22 @@ class Reconciler:
         idle = [e for e in view.entries.values() if e.batch not in view.leased]
         waiting = [e for e in idle if not e.started]
         queued = self._queue_of(view.profile_id) if waiting else set()
-        missing = {(e.batch, e.attempt): view.missing_since.get((e.batch, e.attempt), now) for e in waiting if e.rq_id not in queued}
+        missing = {(e.batch, e.attempt): self._missing_since(view, e, now) for e in waiting if e.rq_id not in queued}
         view.missing_since = missing
         for entry in idle:
             since = missing.get((entry.batch, entry.attempt))
             lost = entry.started and now >= self._settled_at
             if lost or (since is not None and now - since > self._requeue_after_s):
                 self._lapse(view, entry, again=again and not view.fold.finished[entry.batch])
+
+    def _missing_since(self, view: JobView, entry: Entry, now: float) -> float:
+        """Monotonic; by what a former coordinator saw, where one did: killed every few seconds, none would ever have waited long enough."""
+        if (since := view.missing_since.get((entry.batch, entry.attempt))) is not None:
+            return since
+        if entry.missing_at:
+            return now - max(time.time() - entry.missing_at, 0.0)
+        self._feed.missing(view.profile_id, entry)
+        return now
 
     def _queue_of(self, profile_id: str) -> set[str]:
         """RQ ids in a profile's queue, read once a tick however many jobs it has."""
