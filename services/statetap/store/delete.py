@@ -167,10 +167,6 @@ def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
         ledger = JobLedger(job_dir)
         acks = load_acks(job_dir)
         freed = Freed()
-        for left in job_dir.glob(f"{TEMP_PREFIX}*"):  # of whoever was killed while it wrote one of the job's small files
-            freed += Freed(1, left.stat().st_size)
-            if not dry_run:
-                remove(left)
         for batch in read_plan(job_dir):
             records = ledger.records(batch.batch)
             named = {r.path for r in records.values() if r.state == RowState.DONE.value and r.row not in acks}
