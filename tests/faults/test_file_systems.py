@@ -70,7 +70,7 @@ def test_a_store_without_hard_links_is_refused_with_the_reason(without_links: Pa
 
 @pytest.mark.parametrize("nth", range(1, 9) if FULL else (4, 7))
 def test_what_fails_in_the_probe_ends_the_start(redis_server: RedisServer, tmp_path: Path, nth: int) -> None:
-    """EIO at one of the probe's calls. (No broken version was tried.)"""
+    """EIO at one of the probe's calls. Seen to fail with a start that goes on although a promise is broken."""
     store = tmp_path / "store"
     store.mkdir()
     shim = Shim(tmp_path, store)

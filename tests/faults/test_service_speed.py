@@ -19,6 +19,7 @@ def test_a_small_job_beside_a_big_one_takes_about_twice_its_time_alone(tmp_path:
 
 
 def test_the_eta_holds_from_the_first_twentieth_on(tmp_path: Path) -> None:
+    """Seen to fail with twice the time."""
     error, note = eta_error(tmp_path, 1_000, 10_000)
     assert error < 0.3, note
 
