@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ def config(environment: dict[str, str], *arguments: str, env_file: Path | None =
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.parent.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
     """Seen to fail with a pip install without a pinned version."""
-    done = subprocess.run([shutil.which("hadolint") or "hadolint", str(path)], capture_output=True, text=True)
+    done = subprocess.run([str(Path(sys.executable).parent / "hadolint"), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
