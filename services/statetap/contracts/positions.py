@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 ALL = "all"
-LOSS_MASK = "loss_mask"
 
 PATTERN = r"^(all|loss_mask|last:[1-9][0-9]{0,8})$"
 
