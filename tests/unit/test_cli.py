@@ -295,6 +295,24 @@ def test_a_process_that_ends_at_once_again_and_again_is_called_hopeless(tmp_path
     service.wait(5)
 
 
+def test_a_process_that_others_kill_again_and_again_is_started_again_each_time(tmp_path: Path) -> None:
+    """A storm of kills, or the kernel short of memory, must not end a stack that has work for days."""
+    service = Service(name="x", argv=[sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
+    said: list[str] = []
+    service.start()
+    for _ in range(HOPELESS_AFTER + 2):
+        assert service.process is not None
+        service.process.kill()
+        service.process.wait()
+        service.supervise(said.append)
+        service._next_start = 0.001  # its pause is over
+        service.supervise(said.append)
+        assert service.running and not service.hopeless
+    assert all("was killed (SIGKILL" in line and "in 1 s" in line for line in said)
+    service.terminate()
+    service.wait(5)
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [

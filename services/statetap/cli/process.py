@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 HOPELESS_AFTER = 6
 STEADY_AFTER_S = 60.0  # a process that ran this long starts its pauses anew
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+"""Statuses that somebody else gave it: they say nothing about whether it can run, so a job of days is not given up for them."""
 
 _libc = ctypes.CDLL(None)
 
@@ -40,7 +43,7 @@ class Service:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     _next_start: float = 0.0
-    _pause_s: float = 1.0
+    _pause_s: float = FIRST_PAUSE_S
     _quick_ends: int = 0
 
     def start(self) -> None:
@@ -65,7 +68,7 @@ class Service:
 
     @property
     def hopeless(self) -> bool:
-        """It has ended soon after its start again and again: starting it once more will not help."""
+        """It has ended by itself soon after its start again and again: starting it once more will not help."""
         return self._quick_ends >= HOPELESS_AFTER
 
     def supervise(self, say: Callable[[str], None]) -> None:
@@ -74,16 +77,27 @@ class Service:
         if self.running or self.process is None:
             return
         if self._next_start == 0.0:
-            if now - self.started_at > STEADY_AFTER_S:
-                self._pause_s, self._quick_ends = 1.0, 0
-            self._quick_ends += 1
-            self._next_start = now + self._pause_s
-            say(f"{self.name} ended with {self.process.returncode}; starting it again in {self._pause_s:.0f} s (log: {self.log})")
-            self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2)
+            self._next_start = now + self._account_end(now - self.started_at, self.process.returncode, say)
         elif now >= self._next_start:
             self._next_start = 0.0
             self.restarts += 1
             self.start()
+
+    def _account_end(self, ran_s: float, status: int, say: Callable[[str], None]) -> float:
+        """Seconds to wait before the next start."""
+        if ran_s > STEADY_AFTER_S:
+            self._pause_s, self._quick_ends = FIRST_PAUSE_S, 0
+        pause = self._pause_s
+        if status in KILLED:
+            pause = FIRST_PAUSE_S
+            say(
+                f"{self.name} was killed ({signal.Signals(-status).name}: by hand, or for memory: see dmesg); starting it again in {pause:.0f} s"
+            )
+        else:
+            self._quick_ends += 1
+            self._pause_s = min(LONGEST_PAUSE_S, pause * 2)
+            say(f"{self.name} ended with {status}; starting it again in {pause:.0f} s (log: {self.log})")
+        return pause
 
     def terminate(self) -> None:
         if self.running and self.process is not None:

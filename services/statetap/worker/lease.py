@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ PAUSE_TTL_S = 15
 LEFTOVER_TTL_S = 7 * 86_400  # of inflight and suspects: long enough for a job that is paused over a holiday
 WAITS_TTL_S = 30
 YIELD = "yield"
+REMOVE_S = 5.0  # what the engine has in hand at a horse's end is written within this
 TICK_S = 1.0  # control is read, and the lease file touched, this often
 
 # Take the lease. Rows that a lost attempt left in flight, and that nobody has moved yet, become suspects.
@@ -296,3 +298,15 @@ class LeaseKeeper:
 def make_lease_folder(folder: Path, note: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LEASE_FILE).write_bytes(note)
+
+
+def remove_lease_folder(folder: Path) -> None:
+    """Remove it although the engine may still be writing what its horse had asked for: a file that comes in between makes ``rmtree`` fail
+    at the folder itself, with the lease file gone, by which it would be found again. What is left after the limit, the engine sweeps.
+    """
+    deadline = time.monotonic() + REMOVE_S
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > deadline:
+            log.warning("event=lease_folder_left folder=%s", folder.name)
+            return

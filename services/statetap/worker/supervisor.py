@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import signal
 import threading
 import time
@@ -35,7 +34,7 @@ from ..contracts.errors import EngineError
 from ..contracts.records import EngineInfo
 from . import drain
 from .context import Context, read_ready
-from .lease import connect, give_back
+from .lease import connect, give_back, remove_lease_folder
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ def sweep_own(context: Context) -> list[str]:
     for note in context.settings.tap.glob(f"*/{LEASE_FILE}"):
         try:
             if json.loads(note.read_bytes()).get("worker_id") == context.worker_id:
-                shutil.rmtree(note.parent, ignore_errors=True)
+                remove_lease_folder(note.parent)
                 leases.append(note.parent.name)
         except (OSError, ValueError, AttributeError):
             continue  # another worker's, just being written or removed

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from ..store.rows import RowsFile
 from . import drain
 from .batch import REDIS_GRACE_S, BatchRun
 from .context import Context, current
-from .lease import YIELD, BatchKeys, connect
+from .lease import YIELD, BatchKeys, connect, remove_lease_folder
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def run_batch(job_id: str, batch: int, attempt: int) -> None:
             "event=batch_ended job=%s batch=%d attempt=%d seconds=%.2f %s", job_id, batch, attempt, time.monotonic() - started, summary
         )
     finally:
-        shutil.rmtree(context.settings.tap / lease, ignore_errors=True)  # what is left of it, the engine sweeps
+        remove_lease_folder(context.settings.tap / lease)
         grace = time.monotonic() + (context.settings.drain_s if drain.requested() else REDIS_GRACE_S)
         batch_keys.call("end", batch_keys.end, lambda: time.monotonic() > grace)
         client.close()
