@@ -128,10 +128,12 @@ def test_an_engine_that_starts_with_another_profile_makes_the_worker_start_again
 
 @pytest.mark.parametrize("ready_file", [False, True])
 def test_a_worker_without_work_or_engine_stops_at_once(rig: Rig, ready_file: bool) -> None:
-    """Seen to fail with a stop that did not end the wait for an engine."""
+    """Seen to fail with a stop that did not end the wait for an engine, and with a signal handler that left RQ in its wait for work."""
     if ready_file:
         rig.start_engine()
     worker = rig.start_worker()
     sign = "event=worker_started" if ready_file else "event=waiting_for_engine"
     eventually("it is up", lambda: sign in worker.log)
+    if ready_file:
+        eventually("it waits for work", lambda: rig.redis.info("clients")["blocked_clients"])
     assert worker.term(10) == 0 and "Traceback" not in worker.log
