@@ -24,6 +24,7 @@ from statetap.store.commit import Committer
 from statetap.store.opened import open_sample
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter
+from statetap.store.samples import FolderSamples
 from tests.support.jobs import make_job, profile
 
 FILES, TOKENS, THREADS = 8, 1000, 2
@@ -69,7 +70,7 @@ def encodings(folder: Path, rounds: int) -> tuple[dict[str, float], str]:
                     files = list(job_dir.rglob("data_*"))
                     sizes[encoding] = sum(f.stat().st_size for f in files)
                     if encoding == Encoding.FP8:
-                        with open_sample(files[0], format) as f:
+                        with open_sample(FolderSamples(files[0].parent), files[0].name, format) as f:
                             error = float((f.get_tensor(AUX).float() - aux.float()).norm() / aux.float().norm())
                     source.close()
                     for file in [*files, *(job_dir / "ledger").glob("*")]:

@@ -27,6 +27,7 @@ from statetap.store.resume import resume_batch
 from statetap.store.reuse import reuse_rows
 from statetap.store.rows import Row, RowsFile
 from statetap.store.sample import SampleWriter, check_sample
+from statetap.store.samples import FolderSamples
 from statetap.store.verify import verify_job
 from tests.support.finished import FinishedJob
 from tests.support.jobs import StateMaker, profile, write_rows
@@ -108,7 +109,7 @@ def test_a_job_holds_the_states_of_its_positions_and_all_else_whole(tmp_path: Pa
             assert b[name].shape[0] == len(at) and torch.equal(b[name], a[name][at]), name
     source = RowsFile(job.rows_path)
     for row in source.read(2, 3):
-        assert check_sample(job.path, job.format, row, 0).xxh3
+        assert check_sample(FolderSamples(job.path), job.format, row, 0).xxh3
     source.close()
     if encoding == "raw":
         tensors = load_file(job.file(2))
@@ -127,7 +128,7 @@ def test_a_file_with_other_positions_than_its_row_has_is_found(tmp_path: Path) -
     source = RowsFile(job.rows_path)
     (row,) = source.read(1, 2)
     with pytest.raises(RowError, match="other positions") as e:
-        check_sample(job.path, job.format, row, 0)
+        check_sample(FolderSamples(job.path), job.format, row, 0)
     assert e.value.code == ErrorCode.FILE_CORRUPT
     for segment in (job.path / "ledger").iterdir():
         segment.unlink()
@@ -157,7 +158,7 @@ def test_padding_alone_may_be_what_is_kept(tmp_path: Path) -> None:
     tap.write_bytes(tap_header(p, 6).encode() + states.numpy().tobytes() + ids.tobytes())
     staged = SampleWriter(tmp_path, format, new_lease()).stage(row, 0, tap)
     staged.temp.rename(staged.final)
-    assert check_sample(tmp_path, format, row, 0).bytes == staged.record.bytes == format.bytes(6, 1)
+    assert check_sample(FolderSamples(tmp_path), format, row, 0).bytes == staged.record.bytes == format.bytes(6, 1)
     states[:, 0] = 0
     tap.write_bytes(tap_header(p, 6).encode() + states.numpy().tobytes() + ids.tobytes())
     with pytest.raises(RowError, match="boundary 0") as e:

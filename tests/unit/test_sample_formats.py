@@ -27,6 +27,7 @@ from statetap.store.resume import resume_batch
 from statetap.store.reuse import reuse_rows
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter, check_sample
+from statetap.store.samples import FolderSamples
 from statetap.store.verify import verify_job
 from tests.support.finished import DTYPES, FinishedJob
 from tests.support.jobs import profile
@@ -122,12 +123,12 @@ def test_a_file_of_any_format_holds_what_was_captured(
     record = s.staged.record
     size = s.path.stat().st_size
     assert record.bytes == size and (size == format.bytes(tokens) if format.exact else size <= format.bytes(tokens))
-    checked = check_sample(tmp_path, format, s.row, 0)
+    checked = check_sample(FolderSamples(tmp_path), format, s.row, 0)
     assert (checked.xxh3, checked.bytes, checked.path) == (record.xxh3, record.bytes, record.path)
 
     from statetap.store.opened import open_sample
 
-    with open_sample(s.path, format) as f:
+    with open_sample(FolderSamples(s.path.parent), s.path.name, format) as f:
         assert np.array_equal(f.get_tensor(INPUT_IDS).numpy(), s.row.input_ids)
         assert np.array_equal(f.get_tensor(LOSS_MASK).numpy(), s.row.loss_mask)
         for name, want in s.kept().items():
@@ -241,7 +242,7 @@ def test_a_damaged_file_is_found_by_the_full_check(tmp_path: Path, encoding: str
     def refused(data: bytes) -> str:
         s.path.write_bytes(data)
         with pytest.raises(RowError) as e:
-            check_sample(tmp_path, format, s.row, 0)
+            check_sample(FolderSamples(tmp_path), format, s.row, 0)
         return e.value.code.value
 
     assert refused(good[:-1]) == refused(good[: len(good) // 2]) == refused(good + b"x" * 70_000) == "file_corrupt"
@@ -335,5 +336,5 @@ def test_a_file_of_another_encoding_is_no_file_of_this_job(tmp_path: Path) -> No
     with pytest.raises(StoreError, match="file_corrupt"):
         from statetap.store.opened import open_sample
 
-        with open_sample(s.path, SampleFormat(profile(hidden=64))) as f:
+        with open_sample(FolderSamples(s.path.parent), s.path.name, SampleFormat(profile(hidden=64))) as f:
             f.get_tensor(AUX)

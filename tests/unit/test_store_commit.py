@@ -21,6 +21,7 @@ from statetap.store.ledger import fold, segments_by_batch
 from statetap.store.resume import resume_batch
 from statetap.store.rows import Row, RowsFile
 from statetap.store.sample import SampleWriter, Staged, check_sample
+from statetap.store.samples import FolderSamples
 from tests.support.jobs import StateMaker, make_job, profile, sample_payload, token_rows
 
 
@@ -82,7 +83,7 @@ def test_a_committed_sample_holds_what_came_whatever_its_size(tmp_path: Path, to
     assert tensors["aux_hidden_states"].shape == (tokens, 3 * 96)
     assert np.array_equal(tensors["input_ids"], row.input_ids) and np.array_equal(tensors["loss_mask"], row.loss_mask)
     assert bench.ledger()[0] == outcome.record
-    assert check_sample(bench.job_dir, SampleFormat(bench.profile), row, 0).xxh3 == outcome.record.xxh3
+    assert check_sample(FolderSamples(bench.job_dir), SampleFormat(bench.profile), row, 0).xxh3 == outcome.record.xxh3
     assert bench.temps() == [] and os.listdir(bench.tap) == []
 
 
@@ -95,7 +96,7 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     staged = SampleWriter(bench.job_dir, SampleFormat(bench.profile), "a" * 16).stage(bench.row(0), 0, tap_file)
     monkeypatch.setattr(os, "write", real)
     bench.commit("a" * 16, [staged])
-    assert check_sample(bench.job_dir, SampleFormat(bench.profile), bench.row(0), 0).xxh3 == staged.record.xxh3
+    assert check_sample(FolderSamples(bench.job_dir), SampleFormat(bench.profile), bench.row(0), 0).xxh3 == staged.record.xxh3
 
 
 @pytest.mark.parametrize("tokens", [20, 600])
@@ -212,7 +213,7 @@ def test_a_corrupt_file_in_the_way_of_a_commit_is_replaced(bench: Bench) -> None
     staged = bench.stage(0, "a" * 16)
     staged.final.write_bytes(b"half a fi")
     assert bench.commit("a" * 16, [staged])[0].won
-    assert check_sample(bench.job_dir, SampleFormat(bench.profile), bench.row(0), 0).xxh3 == bench.ledger()[0].xxh3
+    assert check_sample(FolderSamples(bench.job_dir), SampleFormat(bench.profile), bench.row(0), 0).xxh3 == bench.ledger()[0].xxh3
 
 
 def test_a_whole_file_in_the_way_without_a_line_is_adopted(bench: Bench) -> None:

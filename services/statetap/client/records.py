@@ -122,6 +122,7 @@ class Job(Answer):
     started_at: float | None = None
     ended_at: float | None = None
     path: str = ""
+    samples: str | None = None
     version: int = 0
 
     @property

@@ -176,6 +176,7 @@ class JobSpec(Record):
     reuse_from: list[str] = field(default_factory=list)  # jobs whose files may be taken by hard link, newest first
     retain: str = Retain.ALL.value
     retain_bytes: int = 0  # with until_read: pause when so many bytes are not yet read
+    samples: str = ""  # s3://bucket/prefix/job of its sample files; "": they stand in the job's folder
     created_at: float = 0.0
     schema_version: int = SCHEMA_VERSION
 

@@ -74,6 +74,10 @@ def main() -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         probe_store(settings.store)
+        if settings.samples:
+            from ..store.bucket import probe_bucket  # its library is slow to import, and who has no bucket needs it not
+
+            probe_bucket(settings.samples)
         app = create_app(settings)
     except StatetapError as e:
         print(f"{e}\n  next: {e.next_step}", file=sys.stderr, flush=True)

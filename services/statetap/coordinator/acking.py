@@ -8,8 +8,9 @@ from __future__ import annotations
 from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.records import JobSpec, Retain, RowState
 from ..store.acks import Acks, load_acks, merge, save_acks
-from ..store.fs import remove
+from ..store.fs import store_error
 from ..store.ledger import JobLedger
+from ..store.samples import samples_of
 from .catalog import Catalog, locked
 
 
@@ -52,6 +53,10 @@ def acknowledge(catalog: Catalog, spec: JobSpec, rows: list[tuple[int, int]]) ->
         after = Acks(ranges=merge([*before.ranges, *done]), rows=before.rows + freed, bytes=before.bytes + size)
         if after != before:
             save_acks(path, after)
-        for name in names:
-            remove(path / name)
+        samples = samples_of(path, spec)
+        try:
+            for name in names:
+                samples.remove(name)
+        except OSError as e:
+            raise store_error(e, "free acknowledged files") from e
     return freed, size

@@ -36,13 +36,15 @@ async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
             size = measure(rows, format, choice)
             seen = compressed(ctx.catalog, format)
             there = room(ctx.catalog, reserved, ctx.settings.min_free_bytes)
-            fit = alternatives(rows, format, choice, size, there.available, seen) if size.bytes > there.available else []
+            fits = bool(ctx.settings.samples) or size.bytes <= there.available
+            fit = [] if fits else alternatives(rows, format, choice, size, there.available, seen)
         finally:
             rows.close()
         return size, there, fit, seen, _speed(ctx, profile)
 
     size, there, fit, seen, speed = await anyio.to_thread.run_sync(look)
-    missing = max(size.bytes - there.available, 0)
+    # A bucket is not known to be full before it is.
+    missing = 0 if ctx.settings.samples else max(size.bytes - there.available, 0)
     return space.Estimate(
         rows=size.rows,
         accepted=size.accepted,

@@ -67,7 +67,7 @@ async def _create(ctx: Context, body: models.JobRequest, claim: Claim) -> JobSpe
         # A new id though an earlier request may have named one: of that job there can be a plan, for another profile.
         job_id = new_job_id()
         claim.name(job_id)
-        return submit(ctx.catalog, body, report, profile, reserved, ctx.settings.min_free_bytes, job_id)
+        return submit(ctx.catalog, body, report, profile, reserved, ctx.settings.min_free_bytes, job_id, ctx.settings.samples)
 
     async with ctx.submitting:
         # Before the thread, not from within it: threads that wait for others could use up all there are.

@@ -244,6 +244,7 @@ class Job(BaseModel):
     started_at: float | None
     ended_at: float | None
     path: str = Field(description="The job's folder, as the coordinator sees it.")
+    samples: str | None = Field(default=None, description="s3://… of its sample files; null: they stand in its folder.")
     version: int = Field(description="Grows whenever this snapshot changed and never goes back: of two, the higher is the newer.")
 
 

@@ -70,6 +70,12 @@ class CoordinatorSettings(BaseSettings):
         ge=0,
         description="Free bytes of the store below which jobs pause as low_disk. 0: 1 GiB, or 2 % of the file system where that is less.",
     )
+    samples: str = Field(
+        default="",
+        pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?)?$",
+        description="s3://bucket or s3://bucket/prefix for the sample files of new jobs, below their ids; credentials, region and endpoint by "
+        "AWS_*. Unset: below the job's folder in the store.",
+    )
     max_upload_bytes: int = Field(
         default=0, ge=0, description="Largest file that is accepted as an upload, in bytes. 0: what the store has free."
     )

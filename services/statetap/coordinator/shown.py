@@ -72,6 +72,7 @@ SHOWN: dict[str, Any] = {
         "started_at": _AT + 101,
         "ended_at": None,
         "path": f"/store/jobs/{_JOB_ID}",
+        "samples": None,
         "version": 206158430208,
     },
     "RowError": {

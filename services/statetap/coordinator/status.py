@@ -229,12 +229,15 @@ class StatusReader:
             started_at=control.started_at or None,
             ended_at=control.ended_at or None,
             path=str(self._catalog.job_path(spec.job_id)),
+            samples=spec.samples or None,
             version=0,
         )
 
 
 def _still_needed(spec: JobSpec, sums: Sums) -> int:
     """Bytes that a job will still take of the store, at most."""
+    if spec.samples:
+        return 0  # but for its records
     if spec.retain == Retain.UNTIL_READ:
         return max(min(spec.bytes, spec.retain_bytes) - sums.bytes, 0)
     if spec.sample_format.exact:

@@ -53,8 +53,9 @@ def submit(
     reserved: int,
     min_free_bytes: int,
     job_id: str,
+    samples: str = "",
 ) -> JobSpec:
-    """Plan the job and write it durably. ``reserved``: bytes that running jobs still need.
+    """Plan the job and write it durably. ``reserved``: bytes that running jobs still need; ``samples``: URL below which its files shall stand.
 
     Raises:
         RequestError: ``dataset_failed`` when there is nothing to prefill.
@@ -80,7 +81,7 @@ def submit(
                 f"retain_bytes: {request.retain_bytes:,} hold not even {RETAINED_BATCHES} of the longest rows; give at least {most:,}",
                 field="retain_bytes",
             )
-        if not request.force:
+        if not request.force and not samples:
             need = min(size.bytes, request.retain_bytes) if request.retain == Retain.UNTIL_READ else size.bytes
             preflight(rows, format, choice, size, need, room(catalog, reserved, min_free_bytes), compressed(catalog, format))
         batches: list[Batch] = list(cut(choice.sendable(rows), _batch_tokens(request, size, format)))
@@ -102,9 +103,10 @@ def submit(
         boundaries=request.boundaries or [],
         encoding=request.encoding.value,
         positions=request.positions,
-        reuse_from=reusable(catalog, format) if request.reuse else [],
+        reuse_from=reusable(catalog, format, bool(samples)) if request.reuse else [],
         retain=request.retain.value,
         retain_bytes=request.retain_bytes,
+        samples=f"{samples.rstrip('/')}/{job_id}" if samples else "",
         created_at=time.time(),
     )
     create_job(catalog.store, spec, batches)
@@ -121,12 +123,12 @@ def _batch_tokens(request: models.JobRequest, size: Size, format: SampleFormat) 
     return tokens
 
 
-def reusable(catalog: Catalog, format: SampleFormat) -> list[str]:
+def reusable(catalog: Catalog, format: SampleFormat, in_bucket: bool) -> list[str]:
     """Jobs whose files a job of this format may take, newest first: they have at least begun, and keep what they have."""
     found: list[str] = []
     for spec in catalog.jobs():
         if len(found) == MAX_REUSE_FROM:
             break
-        if spec.sample_format.format_id == format.format_id and spec.retain == Retain.ALL:
+        if spec.sample_format.format_id == format.format_id and spec.retain == Retain.ALL and bool(spec.samples) == in_bucket:
             found.append(spec.job_id)
     return found

@@ -2,17 +2,19 @@
 
 Order: fsync the temps, link all to their final names, fsync the folders, append the ledger lines (one write and fdatasync), tell,
 remove temps and tap files. Invariant: a ledger line never names a file that is not whole and durable, and the first commit of a
-row wins: link() fails where a file is, so a worker that wakes after its lease can do no harm.
+row wins: link() fails where a file is, so a worker that wakes after its lease can do no harm. Samples in a bucket come here placed:
+the PUT that was answered was all of that, and only the ledger is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +23,12 @@ from ..contracts.records import RowRecord
 from ..contracts.sample_format import SampleFormat
 from .fs import fsync_dir, remove, store_error
 from .ledger import LedgerWriter, fold, segments_by_batch
-from .sample import Staged, check_sample
+from .sample import Placed, Staged, check_sample
+from .samples import FolderSamples, SampleStore
 
 log = logging.getLogger(__name__)
+
+Item = Staged | Placed | RowRecord
 
 GROUP_ROWS = 64
 GROUP_BYTES = 64 << 20
@@ -50,20 +55,29 @@ class Committer:
     The order in which rows are told is the order of the groups; a row is told exactly once.
     """
 
-    def __init__(self, job_dir: Path, format: SampleFormat, batch: int, attempt: str, tell: Callable[[Sequence[Outcome]], None]) -> None:
+    def __init__(
+        self,
+        job_dir: Path,
+        format: SampleFormat,
+        batch: int,
+        attempt: str,
+        tell: Callable[[Sequence[Outcome]], None],
+        samples: SampleStore | None = None,
+    ) -> None:
         self._job_dir = job_dir
+        self._samples = samples or FolderSamples(job_dir)
         self._format = format
         self._batch = batch
         self._tell = tell
         self._ledger = LedgerWriter(job_dir, batch, attempt)
-        self._items: queue.SimpleQueue[Staged | RowRecord | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="committer")
         self._thread.start()
 
-    def submit(self, item: Staged | RowRecord) -> None:
-        """Hand over a staged sample, or the record of a row that has no file (failed, skipped)."""
+    def submit(self, item: Item) -> None:
+        """Hand over a checked sample, or the record of a row that has no file (failed, skipped)."""
         if not self._thread.is_alive():
             raise StoreError(ErrorCode.INTERNAL, f"the committer of batch {self._batch} has ended")
         self._items.put(item)
@@ -85,7 +99,7 @@ class Committer:
         self._ledger.close()
 
     def _run(self) -> None:
-        group: list[Staged | RowRecord] = []
+        group: list[Item] = []
         try:
             # The flag is set before the item that wakes us, so it is seen here at the latest after that item.
             while not (self._closing and self._items.empty()):
@@ -101,12 +115,12 @@ class Committer:
             self._tell([Outcome(row=_row(item), error=error) for item in group])
             raise
 
-    def _next_group(self) -> list[Staged | RowRecord]:
+    def _next_group(self) -> list[Item]:
         """The next rows to commit together; empty when woken for another reason."""
         first = self._items.get()
         if first is None:
             return []
-        group: list[Staged | RowRecord] = [first]
+        group: list[Item] = [first]
         size = _bytes(first)
         deadline = time.monotonic() + GROUP_WAIT_S
         while len(group) < GROUP_ROWS and size < GROUP_BYTES:
@@ -120,22 +134,23 @@ class Committer:
                 size += _bytes(item)
         return group
 
-    def _commit(self, group: list[Staged | RowRecord]) -> list[Outcome]:
-        staged = [item for item in group if isinstance(item, Staged)]
+    def _commit(self, group: list[Item]) -> list[Outcome]:
+        samples = [item for item in group if not isinstance(item, RowRecord)]
         records = [item for item in group if isinstance(item, RowRecord)]
         outcomes: dict[int, Outcome] = {}
         lines = [(record, True) for record in records]
-        lines += self._link(staged, outcomes)
+        lines += self._link([item for item in samples if isinstance(item, Staged)], outcomes)
+        lines += self._placed([item for item in samples if isinstance(item, Placed)], outcomes)
         try:
             self._ledger.append(record for record, is_new in lines if is_new)
         except StoreError as e:
             # Linked but not recorded: the next attempt adopts these files after a full check.
             outcomes.update({record.row: Outcome(row=record.row, error=e) for record, is_new in lines if is_new})
-        ours = {item.row.row: item.record for item in staged}
+        ours = {item.row.row: item.record for item in samples}
         for record, _ in lines:
             won = record is ours.get(record.row, record)
             outcomes.setdefault(record.row, Outcome(row=record.row, record=record, won=won))
-        for path in (path for item in staged for path in (item.temp, item.tap_file)):
+        for path in (path for item in samples for path in _done_with(item)):
             try:
                 remove(path)
             except OSError as e:
@@ -156,7 +171,6 @@ class Committer:
                 synced.append(item)
             except OSError as e:
                 outcomes[item.row.row] = Outcome(row=item.row.row, error=store_error(e, f"fsync row {item.row.row}"))
-        known: Mapping[int, RowRecord] | None = None
         linked: list[tuple[Staged, RowRecord, bool]] = []
         for item in synced:
             row = item.row.row
@@ -164,9 +178,7 @@ class Committer:
                 if _link_first(item.temp, item.final):
                     linked.append((item, item.record, True))
                     continue
-                if known is None:
-                    known = fold(segments_by_batch(self._job_dir).get(self._batch, []))
-                linked.append((item, *self._other(item, known.get(row))))
+                linked.append((item, *self._other(item)))
             except FileNotFoundError:
                 log.info("event=late_commit_discarded row=%d batch=%d reason=temp_swept", row, self._batch)
                 outcomes[row] = Outcome(row=row, won=False)
@@ -188,14 +200,37 @@ class Committer:
                 lines.append((record, is_new))
         return lines
 
-    def _other(self, item: Staged, recorded: RowRecord | None) -> tuple[RowRecord, bool]:
-        """A file of another attempt has our final name: its record, and whether that needs a ledger line."""
+    def _placed(self, placed: list[Placed], outcomes: dict[int, Outcome]) -> list[tuple[RowRecord, bool]]:
+        """As :meth:`_link`, of samples in a bucket."""
+        lines = []
+        for item in placed:
+            row = item.row.row
+            try:
+                lines.append((item.record, True) if item.first else self._held(item))
+            except RowError as e:
+                # Never recorded and not whole: not of a worker of ours. The next attempt at the batch captures the row.
+                log.warning("event=corrupt_file_removed row=%d batch=%d error=%s", row, self._batch, e)
+                with contextlib.suppress(OSError):
+                    self._samples.remove(item.record.path)
+                outcomes[row] = Outcome(row=row, won=False)
+            except StoreError as e:
+                outcomes[row] = Outcome(row=row, error=e)
+        return lines
+
+    def _held(self, item: Staged | Placed) -> tuple[RowRecord, bool]:
+        """A file that is not ours has our final name: its record, and whether that needs a ledger line. Raises RowError, StoreError."""
         row = item.row.row
+        recorded = fold(segments_by_batch(self._job_dir).get(self._batch, [])).get(row)
         if recorded is not None and recorded.path == item.record.path:
             log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
             return recorded, False
+        return check_sample(self._samples, self._format, item.row, item.record.generation), True
+
+    def _other(self, item: Staged) -> tuple[RowRecord, bool]:
+        """:meth:`_held`, or ours in its place where that is not whole."""
+        row = item.row.row
         try:
-            return check_sample(self._job_dir, self._format, item.row, item.record.generation), True
+            return self._held(item)
         except RowError as e:
             # Never recorded and not whole: not a committed file. Ours is.
             log.warning("event=corrupt_file_replaced row=%d batch=%d error=%s", row, self._batch, e)
@@ -205,12 +240,19 @@ class Committer:
             return item.record, True
 
 
-def _bytes(item: Staged | RowRecord) -> int:
-    return item.record.bytes if isinstance(item, Staged) else 0
+def _bytes(item: Item) -> int:
+    return item.record.bytes if isinstance(item, Staged) else 0  # what a bucket has need not be fsynced
 
 
-def _row(item: Staged | RowRecord) -> int:
-    return item.record.row if isinstance(item, Staged) else item.row
+def _row(item: Item) -> int:
+    return item.row if isinstance(item, RowRecord) else item.record.row
+
+
+def _done_with(item: Staged | Placed) -> Iterator[Path]:
+    """Files of a sample that nobody needs after its commit."""
+    if isinstance(item, Staged):
+        yield item.temp
+    yield item.tap_file
 
 
 def _link_first(temp: Path, final: Path) -> bool:

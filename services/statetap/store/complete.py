@@ -29,6 +29,7 @@ from .ledger import JobLedger
 from .plan import read_plan
 from .retries import last_generation
 from .rows import RowsFile
+from .samples import SampleStore, SizeOf, samples_of
 
 ROWS_PER_GROUP = 20_000  # of the manifest: what a reader filters by, and what the writer holds at once
 NAMED_ROWS = 20  # missing rows that an error names
@@ -127,7 +128,7 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
     try:
         with pq.ParquetWriter(tmp, MANIFEST_SCHEMA, compression="zstd") as writer:
             buffer: dict[str, list[Any]] = {name: [] for name in MANIFEST_SCHEMA.names}
-            for batch, records in _checked(job_dir, batches, ledger):
+            for batch, records in _checked(job_dir, samples_of(job_dir, spec), batches, ledger):
                 for record, source_id in zip(records, rows.source_ids(batch.start, batch.stop), strict=True):
                     count[record.state] += 1
                     if record.state == RowState.DONE.value:
@@ -167,15 +168,16 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
     return load_completion(job_dir) or report
 
 
-def _checked(job_dir: Path, batches: list[Batch], ledger: JobLedger) -> Iterator[tuple[Batch, list[RowRecord]]]:
+def _checked(job_dir: Path, samples: SampleStore, batches: list[Batch], ledger: JobLedger) -> Iterator[tuple[Batch, list[RowRecord]]]:
     """(batch, its rows' records in order). Raises ``incomplete`` after all batches were seen, so that the error has all counts."""
     acks = load_acks(job_dir)
+    size_of = samples.sizes()
     missing = 0
     first_rows: list[int] = []
     bad_batches: list[int] = []
     for batch in batches:
         records = ledger.records(batch.batch)
-        bad = [row for row in range(batch.start, batch.stop) if not _is_kept(job_dir, records.get(row), acks)]
+        bad = [row for row in range(batch.start, batch.stop) if not _is_kept(size_of, records.get(row), acks)]
         if bad:
             missing += len(bad)
             first_rows += bad[: NAMED_ROWS - len(first_rows)]
@@ -194,13 +196,10 @@ def _checked(job_dir: Path, batches: list[Batch], ledger: JobLedger) -> Iterator
         )
 
 
-def _is_kept(job_dir: Path, record: RowRecord | None, acks: Acks) -> bool:
+def _is_kept(size_of: SizeOf, record: RowRecord | None, acks: Acks) -> bool:
     if record is None or record.state != RowState.DONE.value or record.row in acks:
         return record is not None
-    try:
-        return os.stat(job_dir / record.path).st_size == record.bytes
-    except FileNotFoundError:
-        return False
+    return size_of(record.path) == record.bytes
 
 
 def _flush(writer: pq.ParquetWriter, buffer: dict[str, list[Any]]) -> None:

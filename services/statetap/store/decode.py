@@ -6,7 +6,6 @@ Invariant: content is read from the beginning on and never past its end; a file 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, POSITIONS, Header, 
 from .check import Bytes, StateChecker
 from .encode import by_value
 from .positions import Indices
+from .samples import Opens
 
 
 class FileRow(NamedTuple):
@@ -33,9 +33,9 @@ class FileRow(NamedTuple):
 class SampleFile:
     """A sample file, open: its uncompressed content as a stream. ``size``: of the file. Raises OSError where it cannot be read."""
 
-    def __init__(self, path: Path, format: SampleFormat) -> None:
-        self._name, self._format = path.name, format
-        self._file = pa.OSFile(str(path))
+    def __init__(self, samples: Opens, name: str, format: SampleFormat) -> None:
+        self._name, self._format = name, format
+        self._file = samples.open(name)
         self.size: int = self._file.size()
         self._stream = pa.CompressedInputStream(self._file, "zstd") if format.encoding == Encoding.ZSTD else self._file
 

@@ -2,7 +2,7 @@
 
 Invariant: what is removed vanishes at once (one rename into the trash) and never while somebody reads it; a crash in the middle leaves
 trash, which the next clean-up takes. Bytes freed are those of files whose last name went: files that another job shares by hard link
-are not counted. Memory does not grow with files.
+are not counted. Objects of a bucket go after the rename and before the folder, by whose job.json they are found. Memory does not grow with files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ..contracts.errors import ErrorCode, RequestError
 from ..contracts.layout import DATASETS, JOB, JOBS, SAMPLE_NAME, TEMP_PREFIX, folder
 from ..contracts.records import RowState
 from .acks import load_acks
-from .fs import fsync_dir, remove, store_error
+from .fs import fsync_dir, read_json, remove, store_error
+from .jobs import load_job
 from .ledger import JobLedger
 from .plan import read_plan
+from .samples import SampleStore, samples_of
 
 TRASH_PREFIX = ".trash-"
 ORPHAN_AFTER_S = 60.0  # of a temp that is written and named in milliseconds
@@ -106,6 +108,20 @@ def delete_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
             os.close(fd)
 
 
+def _in_bucket(job_dir: Path, dry_run: bool) -> Freed:
+    """A job's objects. Before its folder goes, by which they are found. Raises OSError."""
+    data = read_json(job_dir / JOB) or {}
+    if not data.get("samples"):
+        return Freed()
+    from .bucket import BucketSamples  # as in samples.py
+
+    bucket = BucketSamples(data["samples"])
+    files = size = 0
+    for entry in bucket.all() if dry_run else bucket.remove_all():
+        files, size = files + 1, size + entry.size
+    return Freed(files, size)
+
+
 def delete_dataset(dataset_dir: Path, *, dry_run: bool = False) -> Freed:
     """Remove a dataset that no job needs; the caller has looked. Raises StoreError."""
     return _delete(dataset_dir, dry_run)
@@ -114,7 +130,7 @@ def delete_dataset(dataset_dir: Path, *, dry_run: bool = False) -> Freed:
 def _delete(path: Path, dry_run: bool) -> Freed:
     try:
         if dry_run:
-            return _walk(path, lambda _: None)
+            return _in_bucket(path, True) + _walk(path, lambda _: None)
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
         os.rename(path, trash)
         fsync_dir(path.parent)
@@ -124,7 +140,7 @@ def _delete(path: Path, dry_run: bool) -> Freed:
 
 
 def _remove_tree(path: Path) -> Freed:
-    freed = _walk(path, os.unlink)
+    freed = _in_bucket(path, False) + _walk(path, os.unlink)
     for root, _, _ in os.walk(path, topdown=False):
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(root)
@@ -155,7 +171,8 @@ def empty_trash(store: Path, *, dry_run: bool = False) -> Iterator[tuple[str, Fr
         except FileNotFoundError:
             continue
         for name in names:
-            yield name, _walk(parent / name, lambda _: None) if dry_run else _remove_tree(parent / name)
+            path = parent / name
+            yield name, _in_bucket(path, True) + _walk(path, lambda _: None) if dry_run else _remove_tree(path)
 
 
 def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
@@ -164,6 +181,7 @@ def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
     Raises StoreError. A job that is being read is cleaned all the same: nothing that a reader may open goes.
     """
     try:
+        samples = samples_of(job_dir, load_job(job_dir))
         ledger = JobLedger(job_dir)
         acks = load_acks(job_dir)
         freed = Freed()
@@ -171,28 +189,24 @@ def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
             records = ledger.records(batch.batch)
             named = {r.path for r in records.values() if r.state == RowState.DONE.value and r.row not in acks}
             for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
-                freed += _clean_folder(job_dir, name, range(batch.start, batch.stop), named, dry_run)
+                freed += _clean_folder(samples, name, range(batch.start, batch.stop), named, dry_run)
         return freed + _clean_top(job_dir, dry_run)
     except OSError as e:
         raise store_error(e, f"clean {job_dir.name}") from e
 
 
-def _clean_folder(job_dir: Path, name: str, rows: range, named: set[str], dry_run: bool) -> Freed:
+def _clean_folder(samples: SampleStore, name: str, rows: range, named: set[str], dry_run: bool) -> Freed:
+    def superfluous(entry: str) -> bool:
+        match = SAMPLE_NAME.fullmatch(entry)
+        superseded = match is not None and int(match["row"]) in rows and f"{name}/{entry}" not in named
+        # A temp belongs to no batch by its name alone; the first batch that looks into the folder takes it.
+        return superseded or entry.startswith(TEMP_PREFIX)
+
     freed = Freed()
-    try:
-        entries = os.scandir(job_dir / name)
-    except FileNotFoundError:
-        return freed
-    with entries:
-        for entry in entries:
-            match = SAMPLE_NAME.fullmatch(entry.name)
-            superseded = match and int(match["row"]) in rows and f"{name}/{entry.name}" not in named
-            # A temp belongs to no batch by its name alone; the batch that holds the folder's first row takes it.
-            if superseded or entry.name.startswith(TEMP_PREFIX):
-                size = entry.stat()
-                if not dry_run:
-                    remove(entry.path)
-                freed += Freed(1, size.st_size if size.st_nlink == 1 else 0)
+    for entry in samples.entries(name, superfluous):
+        if not dry_run:
+            samples.remove(entry.name)
+        freed += Freed(1, entry.size if entry.last else 0)
     return freed
 
 

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..contracts.errors import ErrorCode, StatetapError, StoreError
+from ..contracts.errors import ErrorCode, RowError, StatetapError, StoreError
 from ..contracts.sample_format import PLANES, SCALES, Encoding, SampleFormat
-from ..contracts.tensors import INPUT_IDS, LOSS_MASK, POSITIONS, state_planes
+from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, POSITIONS, parse_header, state_planes
+from .check import Bytes
 from .decode import SampleFile
 from .encode import by_value
+from .samples import FolderSamples, SampleStore
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
 
 
 class Tensors(Protocol):
@@ -27,22 +35,45 @@ class Tensors(Protocol):
 
 
 @contextlib.contextmanager
-def open_sample(path: Path, format: SampleFormat) -> Iterator[Tensors]:
+def open_sample(samples: SampleStore, name: str, format: SampleFormat) -> Iterator[Tensors]:
     """``get_tensor`` with the names of a raw file. Raises StoreError ``file_missing`` or ``file_corrupt``, in the block too."""
     try:
         if format.encoding == Encoding.ZSTD:
-            yield _Decompressed(path, format)
+            yield _Decompressed(samples, name, format)
         else:
-            with safe_open(path, framework="pt") as f:
+            with _tensors(samples, name) as f:
                 yield f if format.encoding == Encoding.RAW else _Scaled(f, format)
     except FileNotFoundError as e:
-        raise StoreError(ErrorCode.FILE_MISSING, f"{path}: its record names it, and it is not there") from e
+        raise StoreError(ErrorCode.FILE_MISSING, f"{samples.place(name)}: its record names it, and it is not there") from e
     except (SafetensorError, OSError, KeyError) as e:
-        raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e}") from e
+        raise StoreError(ErrorCode.FILE_CORRUPT, f"{samples.place(name)}: {e}") from e
     except StoreError:
         raise  # of another file that was read in the block (the norm)
     except StatetapError as e:
-        raise StoreError(ErrorCode.FILE_CORRUPT, f"{path}: {e.message}") from e
+        raise StoreError(ErrorCode.FILE_CORRUPT, f"{samples.place(name)}: {e.message}") from e
+
+
+def _tensors(samples: SampleStore, name: str) -> contextlib.AbstractContextManager[Tensors]:
+    """A safetensors file: mapped where it is one on disk, else as it came."""
+    if isinstance(samples, FolderSamples):
+        opened: contextlib.AbstractContextManager[Tensors] = safe_open(samples.root / name, framework="pt")
+        return opened
+    return contextlib.nullcontext(_InMemory(samples.map(name)))
+
+
+class _InMemory:
+    """A safetensors file in memory; its tensors are views of it."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._header = parse_header(data[:BLOCK].tobytes())
+        if self._header.size != len(data):
+            raise RowError(ErrorCode.FILE_CORRUPT, f"{len(data)} bytes, and its header says {self._header.size}")
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor = self._header.tensors[name]
+        raw = torch.from_numpy(self._data[tensor.start : tensor.stop])
+        return raw.view(_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 class _Scaled:
@@ -64,18 +95,18 @@ class _Scaled:
 class _Decompressed:
     """zstd: all of the file, decompressed once; its states are put together when they are asked for."""
 
-    def __init__(self, path: Path, format: SampleFormat) -> None:
+    def __init__(self, samples: SampleStore, name: str, format: SampleFormat) -> None:
         self._format, self._planes = format, dict[str, Any]()
-        with SampleFile(path, format) as f:
+        with SampleFile(samples, name, format) as f:
             _, header = f.head()
             ids, mask, positions = f.row(header)
             self._tokens = len(ids) if positions is None else len(positions)
             self._small = {INPUT_IDS: torch.from_numpy(ids.copy()), LOSS_MASK: torch.from_numpy(mask.copy())}
             if positions is not None:
                 self._small[POSITIONS] = torch.from_numpy(positions.copy())
-            for name, _ in state_planes(format.kept):
-                tensor = header.tensors[name + PLANES]
-                self._planes[name] = f.read(tensor.stop - tensor.start)
+            for plane, _ in state_planes(format.kept):
+                tensor = header.tensors[plane + PLANES]
+                self._planes[plane] = f.read(tensor.stop - tensor.start)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         if name in self._small:

@@ -29,6 +29,7 @@ from .delete import Reading
 from .jobs import load_job
 from .ledger import JobLedger
 from .opened import Tensors, open_sample
+from .samples import samples_of
 
 _INDEX = pa.schema([("row", pa.int64()), ("tokens", pa.int64()), ("path", pa.string())])
 
@@ -49,7 +50,9 @@ class SampleLoader:
 
     def __init__(self, job_dir: Path, *, boundaries: Sequence[int] | None, final: Literal["post", "pre"] | None) -> None:
         self.job_dir = job_dir
-        self._format = load_job(job_dir).sample_format
+        spec = load_job(job_dir)
+        self._samples = samples_of(job_dir, spec)
+        self._format = spec.sample_format
         self.profile = self._format.kept
         self.boundaries = tuple(self.profile.boundaries if boundaries is None else boundaries)
         self._final = final
@@ -59,7 +62,7 @@ class SampleLoader:
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """One file, by its path below the job's folder. Raises StoreError ``file_missing`` or ``file_corrupt``."""
-        with open_sample(self.job_dir / name, self._format) as f:
+        with open_sample(self._samples, name, self._format) as f:
             item = {
                 INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
                 LOSS_MASK: f.get_tensor(LOSS_MASK).long(),

@@ -18,18 +18,19 @@ from pathlib import Path
 import numpy as np
 
 from ..contracts.errors import StatetapError
-from ..contracts.layout import JOBS, ROWS, dataset_dir, sample
+from ..contracts.layout import JOBS, ROWS, dataset_dir, folder, sample
 from ..contracts.records import RowRecord, RowState
 from ..contracts.sample_format import SampleFormat
 from .commit import GROUP_ROWS
 from .decode import SampleFile
-from .fs import fsync_dir, make_dirs, store_error
+from .fs import make_dirs, store_error
 from .jobs import load_job
 from .keyindex import KeyIndex, row_key
 from .ledger import JobLedger, LedgerWriter
 from .plan import read_plan
 from .rows import Row
 from .sample import expected_header, same_but_for_row
+from .samples import FolderSamples, Samples, SampleStore, samples_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class _Source:
 
     job_id: str
     path: Path
+    samples: Samples
     ledger: JobLedger
     stops: np.ndarray
     index: KeyIndex | None  # of its dataset; None: only equal row numbers are looked at
@@ -60,7 +62,9 @@ class _Source:
                 index: KeyIndex | None = KeyIndex(store / dataset_dir(spec.dataset_id) / ROWS)
             except FileNotFoundError:
                 index = None
-            return cls(job_id=job_id, path=path, ledger=JobLedger(path), stops=stops, index=index, rows=spec.rows)
+            return cls(
+                job_id=job_id, path=path, samples=samples_of(path, spec), ledger=JobLedger(path), stops=stops, index=index, rows=spec.rows
+            )
         except (StatetapError, OSError) as e:
             log.info("event=reuse_source_skipped job=%s error=%s", job_id, e)
             return None
@@ -96,12 +100,15 @@ def reuse_rows(
     attempt: str,
     rows: Iterable[Row],
     generations: Mapping[int, int],
+    samples: Samples | None = None,
 ) -> list[RowRecord]:
     """Take what can be taken of ``rows`` (open ones of a batch, in order); the records that are in the ledger now.
 
     Raises StoreError where our own ledger or folder cannot be written.
     """
+    ours = samples or FolderSamples(job_dir)
     opened = [s for s in (_Source.open(store, job_id, format) for job_id in sources if job_id != job_dir.name) if s is not None]
+    opened = [s for s in opened if type(s.samples) is type(ours)]  # from a folder into a bucket would be an upload nobody asked for
     taken: list[RowRecord] = []
     if not opened:
         return taken
@@ -109,13 +116,13 @@ def reuse_rows(
     group: list[RowRecord] = []
     try:
         for row in rows:
-            record = _take(opened, job_dir, format, row, generations[row.row])
+            record = _take(opened, ours, format, row, generations[row.row])
             if record is not None:
                 group.append(record)
             if len(group) >= GROUP_ROWS:
-                taken += _commit(job_dir, writer, group)
+                taken += _commit(ours, writer, group)
                 group = []
-        taken += _commit(job_dir, writer, group)
+        taken += _commit(ours, writer, group)
     except OSError as e:
         raise store_error(e, f"take over rows of batch {batch}") from e
     finally:
@@ -123,14 +130,14 @@ def reuse_rows(
     return taken
 
 
-def _commit(job_dir: Path, writer: LedgerWriter, group: list[RowRecord]) -> list[RowRecord]:
-    for folder in {(job_dir / r.path).parent for r in group}:
-        fsync_dir(folder)
+def _commit(ours: SampleStore, writer: LedgerWriter, group: list[RowRecord]) -> list[RowRecord]:
+    for name in {folder(r.row) for r in group}:
+        ours.settle(name)
     writer.append(group)
     return group
 
 
-def _take(sources: list[_Source], job_dir: Path, format: SampleFormat, row: Row, generation: int) -> RowRecord | None:
+def _take(sources: list[_Source], ours: Samples, format: SampleFormat, row: Row, generation: int) -> RowRecord | None:
     if row.error_code or not len(row.input_ids):
         return None
     key = row_key(row)
@@ -141,10 +148,9 @@ def _take(sources: list[_Source], job_dir: Path, format: SampleFormat, row: Row,
                 continue
             name = sample(row.row, generation, format.suffix)
             try:
-                if not _is_same(source.path / found.path, format, row, found):
+                if not _is_same(source.samples, format, row, found):
                     continue
-                make_dirs((job_dir / name).parent)
-                os.link(source.path / found.path, job_dir / name)
+                _copy(source.samples, found.path, ours, name)
             except FileExistsError:
                 return None  # linked before, and the ledger's line was lost: resume looks at it
             except OSError as e:
@@ -168,10 +174,19 @@ def _take(sources: list[_Source], job_dir: Path, format: SampleFormat, row: Row,
     return None
 
 
-def _is_same(path: Path, format: SampleFormat, row: Row, record: RowRecord) -> bool:
+def _copy(source: Samples, path: str, ours: Samples, name: str) -> None:
+    """By hard link, or from object to object by way of here: a copy within the service has no condition. Raises FileExistsError, OSError."""
+    if isinstance(ours, FolderSamples) and isinstance(source, FolderSamples):
+        make_dirs((ours.root / name).parent)
+        os.link(source.root / path, ours.root / name)
+    elif isinstance(ours, FolderSamples) or not ours.put(name, source.map(path).tobytes()):
+        raise FileExistsError(errno.EEXIST, "an object is there", name)
+
+
+def _is_same(samples: SampleStore, format: SampleFormat, row: Row, record: RowRecord) -> bool:
     """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError."""
     try:
-        with SampleFile(path, format) as f:
+        with SampleFile(samples, record.path, format) as f:
             if f.size != record.bytes:
                 return False
             head, header = f.head()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -31,6 +32,10 @@ from .encode import Pieces, encoder
 from .fs import make_dirs, remove, store_error, write_all
 from .positions import kept_positions
 from .rows import Row
+from .samples import SampleStore
+
+if TYPE_CHECKING:  # its library is slow to import, and who has no bucket needs it not
+    from .bucket import BucketSamples
 
 _HASHED = 8 << 20
 WRITE_BACK = 4 << 20  # bytes written before the disk is told to begin with them
@@ -48,11 +53,25 @@ class Staged:
     row: Row
 
 
-class SampleWriter:
-    """Stages the samples of one attempt at a batch. Thread-safe: several threads stage at once."""
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A checked sample that is durable under its final name in a bucket, and has no ledger line yet. ``first``: that object is ours."""
 
-    def __init__(self, job_dir: Path, format: SampleFormat, attempt: str) -> None:
+    record: RowRecord
+    first: bool
+    tap_file: Path
+    row: Row
+
+
+class SampleWriter:
+    """Stages the samples of one attempt at a batch. Thread-safe: several threads stage at once.
+
+    ``bucket``: where they are put, once checked, in place of the job's folder. Of each thread one row is in memory then.
+    """
+
+    def __init__(self, job_dir: Path, format: SampleFormat, attempt: str, bucket: BucketSamples | None = None) -> None:
         self._job_dir = job_dir
+        self._bucket = bucket
         self._format = format
         self._profile = profile = format.captured
         self._attempt = attempt
@@ -60,8 +79,8 @@ class SampleWriter:
         self._folders: set[Path] = set()
         self._local = threading.local()
 
-    def stage(self, row: Row, generation: int, tap_file: Path) -> Staged:
-        """Check the tap file of ``row`` and write it to a temp file.
+    def stage(self, row: Row, generation: int, tap_file: Path) -> Staged | Placed:
+        """Check the tap file of ``row`` and write it to a temp file, or into the bucket.
 
         Raises:
             RowError: what came is not what was asked for (a code of check.py; ``capture_incomplete`` when there is no file).
@@ -98,7 +117,17 @@ class SampleWriter:
             xxh3=xxh3,
             at=round(time.time(), 3),
         )
-        return Staged(record=record, fd=fd, temp=tmp, final=self._job_dir / name, tap_file=tap_file, row=row)
+        if self._bucket is None:
+            return Staged(record=record, fd=fd, temp=tmp, final=self._job_dir / name, tap_file=tap_file, row=row)
+        try:
+            data = os.pread(fd, written, 0)
+        finally:
+            os.close(fd)
+        try:
+            first = self._bucket.put(name, data)
+        except OSError as e:
+            raise store_error(e, f"put row {row.row}") from e
+        return Placed(record=record, first=first, tap_file=tap_file, row=row)
 
     def _buffer(self) -> Bytes:
         """This thread's, warm."""
@@ -190,7 +219,15 @@ class SampleWriter:
 
     @contextlib.contextmanager
     def _new_file(self, tmp: Path) -> Iterator[int]:
-        """A temp file that stays open, unless the block raises: then it is gone."""
+        """A temp file that stays open, unless the block raises: then it is gone. For a bucket it is one in memory, without a name."""
+        if self._bucket is not None:
+            fd = os.memfd_create(tmp.name)
+            try:
+                yield fd
+            except BaseException:
+                os.close(fd)
+                raise
+            return
         if tmp.parent not in self._folders:
             make_dirs(tmp.parent)
             self._folders.add(tmp.parent)
@@ -245,7 +282,7 @@ def same_but_for_row(head: bytes, want: bytes) -> bool:
     return bool(have == wanted)
 
 
-def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int) -> RowRecord:
+def check_sample(samples: SampleStore, format: SampleFormat, row: Row, generation: int) -> RowRecord:
     """Full check of a committed sample file against the row that it should hold; its record, as a ledger line would say it.
 
     Raises:
@@ -253,7 +290,6 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
         StoreError: it cannot be read.
     """
     name = sample(row.row, generation, format.suffix)
-    path = job_dir / name
     T = len(row.input_ids)
     positions = kept_positions(format.where, row.loss_mask)
     kept = T if positions is None else len(positions)
@@ -264,7 +300,7 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
         return RowError(ErrorCode.FILE_CORRUPT, f"{name} {what}")
 
     try:
-        with SampleFile(path, format) as f:
+        with SampleFile(samples, name, format) as f:
             size, most = f.size, format.bytes(T, kept)
             if size != most if format.exact else size > most:
                 raise corrupt(f"has {size} bytes, not {'up to ' if not format.exact else ''}{most}")
@@ -288,7 +324,7 @@ def check_sample(job_dir: Path, format: SampleFormat, row: Row, generation: int)
             if compressed:
                 f.states(kept, update)
         if compressed:
-            with open(path, "rb", buffering=0) as raw:
+            with samples.open(name) as raw:
                 while data := raw.read(_HASHED):
                     digest.update(data)
     except FileNotFoundError:

@@ -5,8 +5,6 @@ Invariant: only reads; memory is that of a batch, and the list of problems is bo
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from ..contracts.errors import ErrorCode, StatetapError
@@ -23,6 +20,7 @@ from ..contracts.records import Batch, RowRecord, RowState
 from ..contracts.sample_format import SampleFormat
 from ..contracts.tensors import POSITIONS
 from .acks import load_acks, merge
+from .check import Bytes
 from .complete import load_completion
 from .decode import SampleFile
 from .delete import Reading
@@ -32,6 +30,7 @@ from .ledger import JobLedger
 from .plan import read_plan
 from .rows import RowsFile
 from .sample import expected_header, same_but_for_row
+from .samples import FolderSamples, Held, SampleStore, samples_of
 
 KEPT_PROBLEMS = 1_000
 _READ = 8 << 20  # bytes hashed at once: pages behind it can be reclaimed
@@ -90,7 +89,8 @@ def verify_job(job_dir: Path, rows_path: Path | None = None, *, threads: int = 2
 
 
 def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progress | None) -> VerifyReport:
-    format = load_job(job_dir).sample_format
+    spec = load_job(job_dir)
+    format, samples = spec.sample_format, samples_of(job_dir, spec)
     completion = load_completion(job_dir)
     counts: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -117,7 +117,7 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
             missing += sum(row not in records for row in range(batch.start, batch.stop))
             # The dataset is read here: its reader is not said to be safe for several threads.
             headers = [_header_of(source, format, r) for r in done]
-            for found in pool.map(lambda r, header: _check_file(job_dir, format, r, header), done, headers):
+            for found in pool.map(lambda r, header: _check_file(samples, format, r, header), done, headers):
                 if found is not None:
                     note(found)
                     if found.code != ErrorCode.STORE_IO.value:  # it may be whole: the disk did not answer
@@ -125,7 +125,7 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
             damaged = list(merge(damaged))
             files += len(done)
             size += sum(r.bytes for r in done)
-            extra += _extra_files(job_dir, batch, {r.path for r in done})
+            extra += _extra_files(samples, batch, {r.path for r in done})
             if progress is not None:
                 progress(files, size)
     if completion is None:
@@ -152,20 +152,17 @@ def _verify(job_dir: Path, rows_path: Path | None, threads: int, progress: Progr
     )
 
 
-def _hash(f: Any, size: int) -> str:
+def _hash(data: Bytes) -> str:
     digest = xxhash.xxh3_64()
-    if size:
-        data = np.frombuffer(mmap.mmap(f.fileno(), size, prot=mmap.PROT_READ), np.uint8)
-        for at in range(0, size, _READ):
-            digest.update(data[at : at + _READ].data)
+    for at in range(0, len(data), _READ):
+        digest.update(data[at : at + _READ].data)
     return digest.hexdigest()
 
 
 def _check_manifest(job_dir: Path, xxh3: str) -> Problem | None:
     try:
-        with open(job_dir / MANIFEST, "rb") as f:
-            if _hash(f, os.fstat(f.fileno()).st_size) == xxh3:
-                return None
+        if _hash(FolderSamples(job_dir).map(MANIFEST)) == xxh3:
+            return None
     except FileNotFoundError:
         return Problem(row=-1, path=MANIFEST, code=ErrorCode.FILE_MISSING.value, message=f"{MANIFEST} is not there")
     return Problem(row=-1, path=MANIFEST, code=ErrorCode.FILE_CORRUPT.value, message=f"{MANIFEST} is not the one that COMPLETE names")
@@ -179,20 +176,17 @@ def _header_of(source: RowsFile | None, format: SampleFormat, record: RowRecord)
     return expected_header(format, row)
 
 
-def _check_file(job_dir: Path, format: SampleFormat, record: RowRecord, header: bytes | None) -> Problem | None:
+def _check_file(samples: SampleStore, format: SampleFormat, record: RowRecord, header: bytes | None) -> Problem | None:
     def problem(code: ErrorCode, message: str) -> Problem:
         return Problem(row=record.row, path=record.path, code=code.value, message=message)
 
-    path = job_dir / record.path
     try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size != record.bytes:
-                return problem(ErrorCode.FILE_CORRUPT, f"{size} bytes, not {record.bytes}")
-            xxh3 = _hash(f, size)
-        if xxh3 != record.xxh3:
+        data = samples.map(record.path)
+        if len(data) != record.bytes:
+            return problem(ErrorCode.FILE_CORRUPT, f"{len(data)} bytes, not {record.bytes}")
+        if (xxh3 := _hash(data)) != record.xxh3:
             return problem(ErrorCode.FILE_CORRUPT, f"xxh3 is {xxh3}, not {record.xxh3}")
-        with SampleFile(path, format) as opened:
+        with SampleFile(Held(data), record.path, format) as opened:
             head, found = opened.head()
     except FileNotFoundError:
         return problem(ErrorCode.FILE_MISSING, "the file is not there")
@@ -211,18 +205,14 @@ def _check_file(job_dir: Path, format: SampleFormat, record: RowRecord, header: 
     return problem(ErrorCode.SHAPE_MISMATCH, f"the header is not that of {record.tokens} tokens of this format")
 
 
-def _extra_files(job_dir: Path, batch: Batch, named: set[str]) -> int:
+def _extra_files(samples: SampleStore, batch: Batch, named: set[str]) -> int:
     """Sample files of the batch's rows that no done record names."""
-    return sum(path not in named for path in _sample_files(job_dir, batch))
+    return sum(path not in named for path in _sample_files(samples, batch))
 
 
-def _sample_files(job_dir: Path, batch: Batch) -> Iterator[str]:
+def _sample_files(samples: SampleStore, batch: Batch) -> Iterator[str]:
     for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
-        try:
-            entries = os.listdir(job_dir / name)
-        except FileNotFoundError:
-            continue
-        for entry in entries:
-            match = SAMPLE_NAME.fullmatch(entry)
-            if match and batch.start <= int(match["row"]) < batch.stop:
-                yield f"{name}/{entry}"
+        for entry in samples.entries(
+            name, lambda n: (m := SAMPLE_NAME.fullmatch(n)) is not None and batch.start <= int(m["row"]) < batch.stop
+        ):
+            yield entry.name

@@ -24,7 +24,8 @@ from ..store.commit import GROUP_ROWS, Committer, Outcome
 from ..store.fs import remove
 from ..store.resume import Resumed
 from ..store.rows import Row, RowsFile
-from ..store.sample import SampleWriter, Staged
+from ..store.sample import Placed, SampleWriter, Staged
+from ..store.samples import FolderSamples, samples_of
 from . import drain
 from .admission import Admission, refuse
 from .circuit import Circuit
@@ -97,10 +98,13 @@ class BatchRun:
         self._drain_until = float("inf")  # monotonic
         self._engine = EngineClient(settings.engine_url, settings.request_timeout_s)
         self._outage = Outage(self._engine, settings.engine_down_after_s)
-        self._writer = SampleWriter(job_dir, spec.sample_format, lease)
-        self._write_pool = ThreadPoolExecutor(settings.write_threads, thread_name_prefix="write")
+        samples = samples_of(job_dir, spec)
+        bucket = None if isinstance(samples, FolderSamples) else samples
+        self._writer = SampleWriter(job_dir, spec.sample_format, lease, bucket)
+        threads = settings.put_threads if bucket else settings.write_threads
+        self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
         self._redis_pool = ThreadPoolExecutor(1, thread_name_prefix="redis")
-        self._committer = Committer(job_dir, spec.sample_format, batch.batch, lease, self._tell)
+        self._committer = Committer(job_dir, spec.sample_format, batch.batch, lease, self._tell, samples)
 
     async def run(self) -> Resumed:
         """Resume and do the open rows; what resuming found is returned. Raises what is no row's fault."""
@@ -270,7 +274,7 @@ class BatchRun:
 
     async def _do(self, item: _Sent) -> None:
         """From the first prefill to the hand-over to the committer."""
-        result: Staged | RowRecord | None = None
+        result: Staged | Placed | RowRecord | None = None
         try:
             result = await self._extract(item)
         except StoreError as e:
@@ -278,7 +282,7 @@ class BatchRun:
         finally:
             self._worked(item, result)
 
-    def _worked(self, item: _Sent, result: Staged | RowRecord | None) -> None:
+    def _worked(self, item: _Sent, result: Staged | Placed | RowRecord | None) -> None:
         """Hand a row over to the committer; None leaves it open."""
         self._working -= 1
         if result is not None:
@@ -287,7 +291,7 @@ class BatchRun:
             self._end(item.row.row)
         self._hurry_if_idle()
 
-    async def _extract(self, item: _Sent) -> Staged | RowRecord | None:
+    async def _extract(self, item: _Sent) -> Staged | Placed | RowRecord | None:
         """Prefill and stage, again where that can help. None: the row stays open. Raises StoreError."""
         number = item.row.row
         ids_json = json.dumps(item.row.input_ids.tolist(), separators=(",", ":"))

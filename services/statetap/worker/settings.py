@@ -43,4 +43,9 @@ class WorkerSettings(BaseSettings):
     write_threads: int = Field(
         default=2, ge=1, description="Threads that check and write samples: one checks while one writes; more only wait for the disk."
     )
+    put_threads: int = Field(
+        default=8,
+        ge=1,
+        description="Threads that check samples and put them into a bucket: each holds one row in memory and waits for one PUT.",
+    )
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="Least level of events that are logged.")

@@ -25,6 +25,7 @@ from ..decode import SampleFile
 from ..fs import store_error
 from ..jobs import load_job
 from ..reader import SampleLoader, load_norm, what_is_missing
+from ..samples import samples_of
 from .base import Final, Format, Item, Tokens
 
 _COLUMNS = ["row", "source_id", "state", "tokens", "bytes", "path", "xxh3"]
@@ -51,6 +52,7 @@ class Source:
         self.job_dir = job_dir
         self.spec = load_job(job_dir)
         self.format = self.spec.sample_format
+        self._samples = samples_of(job_dir, self.spec)
         self.profile = self.format.kept
         if self.format.thinned:
             raise RequestError(
@@ -115,10 +117,9 @@ class Source:
 
     def sample(self, item: Item) -> dict[str, torch.Tensor]:
         """The row's tensors, as SampleLoader gives them. Raises StoreError ``file_missing``, ``file_corrupt``, ``store_io``."""
-        path = self.job_dir / item.path
         digest, size = xxhash.xxh3_64(), 0
         try:
-            with open(path, "rb", buffering=0) as f:
+            with self._samples.open(item.path) as f:
                 while block := f.read(_READ):
                     digest.update(block)
                     size += len(block)
@@ -133,9 +134,8 @@ class Source:
     def tokens(self) -> Iterator[Tokens]:
         """All items with their ids and masks; the states are not read. Raises StoreError as :meth:`sample` does."""
         for item in self.items():
-            path = self.job_dir / item.path
             try:
-                with SampleFile(path, self.format) as f:
+                with SampleFile(self._samples, item.path, self.format) as f:
                     ids, mask, _ = f.row(f.head()[1])
             except FileNotFoundError:
                 raise StoreError(ErrorCode.FILE_MISSING, f"{item.path} is not there") from None

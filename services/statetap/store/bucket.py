@@ -1,0 +1,218 @@
+"""Sample files as objects of an S3-compatible store, by boto3: credentials, region and endpoint are those of its usual chain (``AWS_*``).
+
+Invariant: an object is put under its name once, whole, by a PUT with ``If-None-Match: *``: the first of two wins, and none is ever seen
+in part (Amazon S3 User Guide, "conditional writes"). What the service answers becomes an OSError, so that callers need not know it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import os
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow as pa
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from ..contracts.errors import ErrorCode, RequestError, StoreError
+from .check import Bytes
+from .samples import Entry, SizeOf
+
+_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>[^?#]*))?")
+_GONE = ("NoSuchKey", "NotFound", "404")
+_FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "507")
+_TAKEN = "PreconditionFailed"
+_AT_ONCE = "ConditionalRequestConflict"  # two at once, and neither has won: S3 asks to try again
+_TRIES = 6
+_PAGE = 1_000  # names in a request to delete
+
+NEXT_STEP = (
+    "Use an object store that honours If-None-Match on PUT, or leave STATETAP_SAMPLES unset: samples stand in the store's folder then."
+)
+
+_clients: dict[tuple[int, str], Any] = {}  # by process, since sockets do not outlive a fork, and by endpoint
+_lock = threading.Lock()
+
+
+def _client() -> Any:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    key = os.getpid(), endpoint
+    with _lock:
+        found = _clients.get(key)
+        if found is None:
+            _clients.clear()
+            config = Config(
+                retries={"mode": "standard", "total_max_attempts": 6},
+                connect_timeout=5,
+                read_timeout=60,
+                max_pool_connections=32,
+                # Our own sum goes along with each PUT; what the library would add by itself, older servers do not take.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                # Servers other than Amazon's rarely have a name for each bucket.
+                s3={"addressing_style": "path" if endpoint else "auto"},
+            )
+            found = _clients[key] = boto3.session.Session().client("s3", config=config)
+        return found
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """(bucket, prefix without slashes at its ends). Raises RequestError."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"samples: {url!r} is not s3://bucket or s3://bucket/prefix")
+    return match["bucket"], (match["prefix"] or "").strip("/")
+
+
+class BucketSamples:
+    """Objects below ``url``, of one job. One whole row is in memory while it is read or written."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._bucket, prefix = parse_url(url)
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Put an object unless one is there: True when ours is the one. False also where our own first try did it and its reply was lost."""
+        total = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+        for left in reversed(range(_TRIES)):
+            try:
+                with self._as_os_error(name):
+                    _client().put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*", ChecksumCRC32=total)
+                return True
+            except FileExistsError:
+                return False
+            except BlockingIOError:
+                if not left:
+                    raise
+                time.sleep(0.1)
+        raise AssertionError("unreachable")
+
+    def map(self, name: str) -> Bytes:
+        with self._as_os_error(name):
+            answer = _client().get_object(Bucket=self._bucket, Key=self._prefix + name)
+            data = np.empty(answer["ContentLength"], np.uint8)
+            at, body = 0, answer["Body"]
+            while block := body.read(1 << 20):
+                data[at : at + len(block)] = np.frombuffer(block, np.uint8)
+                at += len(block)
+        if at != len(data):
+            raise OSError(errno.EIO, f"{at} of {len(data)} bytes came", f"{self.url}/{name}")
+        return data
+
+    def open(self, name: str) -> pa.NativeFile:
+        return pa.BufferReader(pa.py_buffer(self.map(name)))
+
+    def entries(self, folder: str, keep: Callable[[str], bool]) -> Iterator[Entry]:
+        for entry in self._list(f"{folder}/"):
+            if keep(entry.name.rpartition("/")[2]):
+                yield entry
+
+    def _list(self, prefix: str) -> Iterator[Entry]:
+        pages = _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+        with self._as_os_error(prefix):
+            for page in pages:
+                for found in page.get("Contents", []):
+                    yield Entry(name=found["Key"].removeprefix(self._prefix), size=found["Size"])
+
+    def sizes(self) -> SizeOf:
+        """A folder is listed when the first of its names is asked for; the last two are kept."""
+        listed: dict[str, dict[str, int]] = {}
+
+        def size_of(name: str) -> int | None:
+            folder = name.rpartition("/")[0]
+            if folder not in listed:
+                while len(listed) > 1:
+                    listed.pop(next(iter(listed)))
+                listed[folder] = {e.name: e.size for e in self._list(f"{folder}/")}
+            return listed[folder].get(name)
+
+        return size_of
+
+    def remove(self, name: str) -> None:
+        with self._as_os_error(name):
+            _client().delete_object(Bucket=self._bucket, Key=self._prefix + name)
+
+    def place(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def settle(self, folder: str) -> None:
+        """A PUT that was answered is durable."""
+
+    def all(self) -> Iterator[Entry]:
+        """Whatever stands below the job's URL."""
+        yield from self._list("")
+
+    def remove_all(self) -> Iterator[Entry]:
+        """Remove all of it; what goes is given out."""
+        page: list[Entry] = []
+        for entry in self.all():
+            page.append(entry)
+            if len(page) == _PAGE:
+                yield from self._remove_page(page)
+                page = []
+        if page:
+            yield from self._remove_page(page)
+
+    def _remove_page(self, page: list[Entry]) -> Iterable[Entry]:
+        with self._as_os_error(""):
+            objects = [{"Key": self._prefix + e.name} for e in page]
+            answer = _client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+        if errors := answer.get("Errors"):
+            raise OSError(errno.EIO, f"{errors[0].get('Code')}: {errors[0].get('Message')}", f"{self.url}/{errors[0].get('Key')}")
+        return page
+
+    @contextlib.contextmanager
+    def _as_os_error(self, name: str) -> Iterator[None]:
+        place = self.place(name)
+        try:
+            yield
+        except ClientError as e:
+            code, status = e.response["Error"].get("Code", ""), e.response["ResponseMetadata"].get("HTTPStatusCode")
+            said = f"{code or status}: {e.response['Error'].get('Message') or 'no message'}"
+            if code in _GONE:
+                raise FileNotFoundError(errno.ENOENT, said, place) from e
+            if code == _TAKEN or status == 412:
+                raise FileExistsError(errno.EEXIST, said, place) from e
+            if code == _AT_ONCE:
+                raise BlockingIOError(errno.EAGAIN, said, place) from e
+            raise OSError(errno.ENOSPC if code in _FULL or status == 507 else errno.EIO, said, place) from e
+        except BotoCoreError as e:
+            raise OSError(errno.EIO, str(e), place) from e
+
+
+def probe_bucket(url: str) -> None:
+    """Try what the commit stands on, with a small object that is removed again.
+
+    Raises:
+        RequestError: ``invalid_request`` for no URL of a bucket.
+        StoreError: ``store_unavailable`` where it cannot be written, or does not keep a promise.
+    """
+    bucket, name = BucketSamples(url), f".probe-{secrets.token_hex(8)}/a"
+    try:
+        try:
+            first, second = bucket.put(name, b"first"), bucket.put(name, b"second")
+            held = bucket.map(name).tobytes()
+            listed = [e.name for e in bucket.entries(name.rpartition("/")[0], lambda _: True)]
+        finally:
+            bucket.remove(name)
+    except OSError as e:
+        raise StoreError(ErrorCode.STORE_UNAVAILABLE, f"the bucket of {url} cannot be used: {e.strerror}", next_step=NEXT_STEP) from e
+    broken = ""
+    if not first or second or held != b"first":
+        broken = "a PUT with If-None-Match: * replaces an object that is there"
+    elif listed != [name]:
+        broken = "an object that was put is not listed"
+    if broken:
+        message = f"the bucket of {url} does not keep a promise of the commit: {broken}"
+        raise StoreError(ErrorCode.STORE_UNAVAILABLE, message, next_step=NEXT_STEP)

@@ -1,0 +1,225 @@
+"""Sample files in a bucket, under faults: the promises are those of a folder. Records stay on the store."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from statetap.store.delete import TRASH_PREFIX
+from statetap.store.export.registry import FORMATS
+from statetap.store.export.run import export_job
+from statetap.store.reader import JobDataset
+from statetap.store.stream import JobStream
+from statetap.store.verify import verify_job
+from tests.faults.forms import SEED, figure, times
+from tests.support.coordinator import until
+from tests.support.jobs import token_rows
+from tests.support.redis import RedisServer, free_port
+from tests.support.s3 import S3, s3
+from tests.support.service import Service
+from tests.support.stack import ledger_lines
+from tests.support.storm import Storm, completed
+from tests.support.workers import eventually
+
+__all__ = ["s3"]
+
+ENDED = ("completed", "completed_with_errors")
+
+
+@pytest.fixture
+def service(tmp_path: Path, redis_server: RedisServer, s3: S3):
+    with Service(tmp_path, redis_server.url, settings={"PORT": str(free_port()), "SAMPLES": s3.url}) as made:
+        yield made
+
+
+def run(service: Service, **fields: object) -> dict:
+    return service.api.until_state(service.api.submit("ds-1", **fields)["job_id"], *ENDED, seconds=40)
+
+
+def verified(service: Service, job: dict) -> dict[str, int]:
+    """Problems by their code, of a job and its rows."""
+    return verify_job(service.path(job["job_id"]), service.rig.store / "datasets" / "ds-1" / "rows.arrow").counts
+
+
+def equal(a: Path, b: Path, **chosen: object) -> bool:
+    ours, theirs = JobDataset(a, **chosen), JobDataset(b, **chosen)
+    assert len(ours) == len(theirs) > 0
+    return all(torch.equal(x[name], y[name]) for x, y in zip(ours, theirs, strict=True) for name in y)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"encoding": "zstd"}, {"encoding": "fp8"}, {"positions": "last:3"}], ids=lambda f: "-".join(f.values())
+)
+def test_a_job_in_a_bucket_is_the_job_in_a_folder(tmp_path: Path, redis_server: RedisServer, s3: S3, fields: dict[str, str]) -> None:
+    """Seen to fail with an encoded row of which the bytes of its raw size were put."""
+    rows = [r[: 1 + n % 40] for n, r in enumerate(token_rows(150, 40))]
+    (tmp_path / "a").mkdir()
+    with Service(tmp_path / "a", redis_server.url, settings={"SAMPLES": s3.url}) as service:
+        service.start(workers=2)
+        service.dataset(rows)
+        s3.puts.clear()  # of the probe
+        job = run(service, **fields)
+        assert job["state"] == "completed" and job["samples"] == f"{s3.url}/{job['job_id']}"
+        path = service.path(job["job_id"])
+        objects = s3.keys(f"train/{job['job_id']}/")
+        assert len(objects) == 150 and sum(objects.values()) == job["bytes"]["committed"] and not list(path.glob("rows_*"))
+        assert max(s3.puts.values()) == 1 and verified(service, job) == {}
+    s3.puts.clear()
+    service.rig.redis.flushall()
+    (tmp_path / "b").mkdir()
+    with Service(tmp_path / "b", redis_server.url) as service:
+        service.start()
+        service.dataset(rows)
+        other = run(service, **fields)
+        assert other["samples"] is None and equal(path, service.path(other["job_id"]))
+    assert not s3.puts
+
+
+@pytest.mark.timeout(900)
+def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: RedisServer, s3: S3) -> None:
+    """Seen to fail with a resume that sees no objects."""
+    count, most = times(300, 3_000), times(12, 300)
+    settings = {"PORT": str(free_port()), "SAMPLES": s3.url}
+    with Service(tmp_path, redis_server.url, settings=settings, window=2, workers_per_engine=3) as service:
+        service.dataset(token_rows(count, 60))
+        service.start(workers=3, delay_ms=100)
+        s3.slow_s = 0.05  # so that workers die between a PUT and the ledger
+        job = service.api.submit("ds-1")["job_id"]
+        over = completed(service, job)
+        with Storm(service, redis_server, job, SEED, (0.5, 2.0)) as storm:
+            storm.run(lambda: over() or storm.kills.total() >= most, 600)
+            kills = storm.kills.total()
+            eventually("it is complete", over, 120)
+        path = service.path(job)
+        assert Counter(line["row"] for line in ledger_lines(path) if line["state"] == "done") == Counter(range(count))
+        assert len(s3.keys(f"train/{job}/")) == count
+        assert verified(service, {"job_id": job}) == {}
+        assert kills >= times(5, 60)
+        note = f"{count:,} rows into a bucket, {kills} kills, {sum(n > 1 for n in s3.puts.values())} rows put again"
+        print(f"\n{note}")
+        figure("faults.bucket_kills", kills, "kills", note)
+
+
+def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:
+    """Seen to fail with a resume that lists the folder, not the bucket: 40 prefills and not 3."""
+    service.start()
+    service.dataset(token_rows(40, 20))
+    job = run(service)
+    path = service.path(job["job_id"])
+    prefix = f"train/{job['job_id']}/rows_0-2000"
+    client = s3.client()
+    whole = client.get_object(Bucket="drafts", Key=f"{prefix}/data_5.safetensors")["Body"].read()
+    client.put_object(Bucket="drafts", Key=f"{prefix}/data_5.safetensors", Body=whole[:-1] + bytes([whole[-1] ^ 1]))
+    client.put_object(Bucket="drafts", Key=f"{prefix}/data_6.safetensors", Body=whole)
+    client.delete_object(Bucket="drafts", Key=f"{prefix}/data_7.safetensors")
+    before = service.rig.stats()["requests"]
+    _forget(service, path, job["job_id"])
+    again = service.api.until_state(job["job_id"], *ENDED, seconds=40)
+    assert again["rows"]["done"] == 40 and verified(service, job) == {}
+    assert service.rig.stats()["requests"] - before == 3
+
+
+def _forget(service: Service, path: Path, job_id: str) -> None:
+    """As if every worker had died between its last PUT and the ledger, and Redis were lost."""
+    service.api.kill()
+    for name in ("COMPLETE", "manifest.parquet", *(f"ledger/{p.name}" for p in (path / "ledger").iterdir())):
+        os.unlink(path / name)
+    control = path / "control.json"
+    control.write_text(control.read_text().replace('"completed"', '"running"').replace('"ended_at"', '"was"'))
+    service.rig.redis.flushall()
+    service.api.start()
+
+
+def test_a_put_whose_reply_is_lost_is_found_and_recorded(service: Service, s3: S3) -> None:
+    """Seen to fail with a name that is taken being taken for another attempt's."""
+    service.start()
+    service.dataset(token_rows(60, 20))
+    s3.taken.clear()  # of the probe
+    s3.lose_replies = 9
+    job = run(service)
+    assert job["state"] == "completed" and job["rows"]["done"] == 60 and verified(service, job) == {}
+    assert sum(s3.taken.values()) == 9 and service.rig.stats()["requests"] == 60
+
+
+@pytest.mark.parametrize(("code", "reason"), [("AccessDenied", "circuit_open"), ("QuotaExceeded", "low_disk")])
+def test_a_bucket_that_refuses_pauses_the_job_with_its_words_and_loses_nothing(service: Service, s3: S3, code: str, reason: str) -> None:
+    """Seen to fail with errors of the service that are no OSError: the batch ended as a bug of ours."""
+    service.start()
+    service.dataset(token_rows(80, 20))
+    s3.deny = code
+    job = service.api.submit("ds-1")["job_id"]
+    paused = service.api.until_state(job, "paused", reason=reason, seconds=30)
+    assert code in paused["message"] and f"{s3.url}/{job}/rows_0-2000" in paused["message"] and paused["rows"]["failed"] == 0
+    s3.deny = ""
+    service.post(f"/v1/jobs/{job}/resume")
+    done = service.api.until_state(job, *ENDED, seconds=40)
+    assert done["rows"]["done"] == 80 and verified(service, done) == {}
+
+
+def test_verify_names_damaged_objects_and_a_repair_captures_those_alone(service: Service, s3: S3) -> None:
+    """Seen to fail with a verify that trusts the listing."""
+    service.start()
+    service.dataset(token_rows(50, 20))
+    job = run(service)
+    client, prefix = s3.client(), f"train/{job['job_id']}/rows_0-2000"
+    data = client.get_object(Bucket="drafts", Key=f"{prefix}/data_9.safetensors")["Body"].read()
+    client.put_object(Bucket="drafts", Key=f"{prefix}/data_9.safetensors", Body=data[:5000] + bytes([data[5000] ^ 4]) + data[5001:])
+    client.delete_object(Bucket="drafts", Key=f"{prefix}/data_30.safetensors")
+    assert verified(service, job) == {"file_corrupt": 1, "file_missing": 1}
+    before = service.rig.stats()["requests"]
+    service.post(f"/v1/jobs/{job['job_id']}/retry", rows=[[9, 10], [30, 31]])
+    until(lambda: service.api.job(job["job_id"])["state"] == "completed" and verified(service, job) == {}, "it is repaired", 40)
+    assert service.rig.stats()["requests"] - before == 2
+    keys = {k.rpartition("/")[2] for k in s3.keys(prefix)}
+    assert len(keys) == 50 and {"data_9.g1.safetensors", "data_30.g1.safetensors"} <= keys
+
+
+def test_reuse_copies_within_the_bucket_and_delete_and_gc_empty_it(service: Service, s3: S3) -> None:
+    """Seen to fail with a delete of the folder alone."""
+    service.start()
+    rows = token_rows(60, 20)
+    service.dataset(rows)
+    first = run(service, rows=40)
+    second = run(service)
+    assert second["rows"]["reused"] == 40 and service.rig.stats()["requests"] == 60 and verified(service, second) == {}
+    dry = service.api.http.delete(f"/v1/jobs/{first['job_id']}", params={"dry_run": True}).json()
+    freed = service.api.http.delete(f"/v1/jobs/{first['job_id']}").json()
+    assert freed["files"] == dry["files"] > 40 and freed["bytes"] == dry["bytes"] > first["bytes"]["committed"]
+    assert len(s3.keys()) == 60 and verified(service, second) == {}
+    # A file of a generation that was written again, and a delete that was killed after its rename.
+    s3.client().put_object(Bucket="drafts", Key=f"train/{second['job_id']}/rows_0-2000/data_3.g7.safetensors", Body=b"old")
+    found = service.post("/v1/gc", 200, dry_run=False)["items"]
+    assert [(i["kind"], i["files"], i["bytes"]) for i in found] == [("unnamed_files", 1, 3)] and verified(service, second) == {}
+    service.api.kill()
+    os.rename(service.path(second["job_id"]), service.path(f"{TRASH_PREFIX}{second['job_id']}-00000000"))
+    service.api.start()
+    service.post("/v1/gc", 200, dry_run=False)
+    assert s3.keys() == {} and not list((service.rig.store / "jobs").iterdir())
+
+
+def test_rows_that_were_read_leave_the_bucket(service: Service, s3: S3) -> None:
+    """Seen to fail with acknowledgements that free files of the folder."""
+    service.start()
+    service.dataset(token_rows(300, 50))
+    most = 100 * (4096 + 50 * (4 * 64 * 2 + 5))
+    job = service.api.submit("ds-1", retain="until_read", retain_bytes=most)["job_id"]
+    service.api.until_state(job, "paused", reason="store_full", seconds=30)
+    assert 0 < sum(s3.keys().values()) <= most
+    read = [int(i["row"]) for i in JobStream(service.path(job), ack=lambda ranges: service.post(f"/v1/jobs/{job}/acks", 200, rows=ranges))]
+    assert sorted(read) == list(range(300)) and s3.keys() == {}
+    eventually("it has ended", lambda: service.api.job(job)["state"] == "completed")
+
+
+def test_a_job_in_a_bucket_is_exported(service: Service, s3: S3, tmp_path: Path) -> None:
+    """Seen to fail with an export that opens files below the job's folder."""
+    service.start()
+    service.dataset(token_rows(20, 20))
+    job = run(service)
+    report = export_job(service.path(job["job_id"]), tmp_path / "out", FORMATS["speculators"])
+    assert (report.written, report.bad) == (20, 0)
+    s3.client().delete_object(Bucket="drafts", Key=f"train/{job['job_id']}/rows_0-2000/data_2.safetensors")
+    assert verified(service, job) == {"file_missing": 1}

@@ -1,0 +1,136 @@
+"""Sample files in a bucket: what one PUT, LIST and GET promise, and what is refused where they do not."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from statetap.contracts.errors import ErrorCode, RequestError, StoreError
+from statetap.store.bucket import BucketSamples, parse_url, probe_bucket
+from tests.support.redis import RedisServer, redis_client, redis_server
+from tests.support.s3 import BUCKET, S3, s3
+
+__all__ = ["redis_client", "redis_server", "s3"]
+
+
+def test_the_first_put_of_a_name_wins_and_is_whole(s3: S3) -> None:
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda n: bucket.put("rows_0-2000/data_7.safetensors", bytes([n]) * 100_000), range(8)))
+    held = bucket.map("rows_0-2000/data_7.safetensors").tobytes()
+    # The server of this test decides under no lock, as S3 does: more than one may think that it has won only there.
+    assert any(won) and len(set(held)) == 1 and len(held) == 100_000
+    assert not bucket.put("rows_0-2000/data_7.safetensors", b"late")
+    assert bucket.map("rows_0-2000/data_7.safetensors").tobytes() == held
+    assert list(s3.keys()) == ["train/job-1/rows_0-2000/data_7.safetensors"]
+
+
+def test_a_put_whose_reply_is_lost_is_there_once_and_not_claimed(s3: S3) -> None:
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    s3.lose_replies = 1
+    assert not bucket.put("a/b", b"ours")  # the library's second try met our first: the caller looks at what is there
+    assert bucket.map("a/b").tobytes() == b"ours" and s3.puts["train/job-1/a/b"] == 2
+
+
+def test_folders_are_listed_whole_and_alone_whatever_their_size(s3: S3) -> None:
+    client = s3.client()
+    with ThreadPoolExecutor(8) as pool:
+        for folder, count in (("rows_0-2000", 1_205), ("rows_0-20000", 1), ("rows_2000-4000", 2)):
+            list(
+                pool.map(
+                    lambda n, f=folder: client.put_object(Bucket=BUCKET, Key=f"train/job-1/{f}/data_{n}.x", Body=b"x" * n), range(count)
+                )
+            )
+    bucket = BucketSamples(f"{s3.url}/job-1/")
+    found = {e.name: e.size for e in bucket.entries("rows_0-2000", lambda name: name != "data_5.x")}
+    assert len(found) == 1_204 and found["rows_0-2000/data_1204.x"] == 1204
+    size_of = bucket.sizes()
+    assert [size_of(n) for n in ("rows_0-2000/data_5.x", "rows_2000-4000/data_1.x", "rows_2000-4000/data_9.x", "none/x")] == [
+        5,
+        1,
+        None,
+        None,
+    ]
+    assert list(bucket.entries("rows_4000-6000", lambda _: True)) == []
+    assert len(list(bucket.remove_all())) == 1_208 and s3.keys() == {}
+
+
+def test_what_the_service_says_becomes_an_oserror_that_names_the_place(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    with pytest.raises(FileNotFoundError, match="s3://drafts/train/job-1/a/b"):
+        bucket.map("a/b")
+    bucket.remove("a/b")  # no error
+    for code, number in (("AccessDenied", errno.EIO), ("QuotaExceeded", errno.ENOSPC)):
+        s3.deny = code
+        with pytest.raises(OSError, match=code) as e:
+            bucket.put("a/b", b"x")
+        assert e.value.errno == number and e.value.filename == "s3://drafts/train/job-1/a/b"
+    with pytest.raises(OSError, match="NoSuchBucket") as e:
+        BucketSamples("s3://no-such-bucket/x").map("a")
+    assert not isinstance(e.value, FileNotFoundError)  # not one row that is missing: all of them
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.env["AWS_ENDPOINT_URL"] + "/")  # another client
+    with pytest.raises(OSError, match="credentials"):
+        bucket.map("a/b")
+
+
+def test_a_client_is_not_taken_along_into_a_fork(s3: S3) -> None:
+    """DataLoader's workers, and a worker's horses, are forks of a process that may have read from the bucket."""
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    bucket.put("a/b", b"x" * 1000)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_length_and_client, [bucket] * 8) == [(1000, False)] * 8
+    assert len(bucket.map("a/b")) == 1000
+
+
+def _length_and_client(bucket: BucketSamples) -> tuple[int, bool]:
+    from statetap.store import bucket as module
+
+    length = len(bucket.map("a/b"))
+    return length, os.getppid() in {pid for pid, _ in module._clients}
+
+
+def test_the_probe_refuses_a_service_that_replaces_objects_and_leaves_nothing(s3: S3) -> None:
+    probe_bucket(s3.url)
+    s3.honest = False
+    with pytest.raises(StoreError, match="If-None-Match") as e:
+        probe_bucket(s3.url)
+    assert e.value.code is ErrorCode.STORE_UNAVAILABLE and "STATETAP_SAMPLES" in e.value.next_step
+    s3.deny = "AccessDenied"
+    with pytest.raises(StoreError, match="AccessDenied"):
+        probe_bucket(s3.url)
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        probe_bucket("s3://no-such-bucket")
+    assert s3.keys() == {}
+
+
+@pytest.mark.parametrize("url", ["", "drafts", "s3://", "s3://UPPER/x", "http://drafts/x", "s3://drafts/x?y", "s3:///x"])
+def test_what_is_no_bucket_is_refused(url: str) -> None:
+    with pytest.raises(RequestError, match="s3://bucket"):
+        parse_url(url)
+
+
+def test_a_url_is_taken_apart() -> None:
+    assert parse_url("s3://drafts") == ("drafts", "") and parse_url("s3://my.drafts-2/a/b/") == ("my.drafts-2", "a/b")
+
+
+def test_the_coordinator_does_not_start_on_a_bucket_that_breaks_the_commit(s3: S3, tmp_path: Path, redis_server: RedisServer) -> None:
+    env = {**os.environ, "STATETAP_STORE": str(tmp_path / "store"), "STATETAP_REDIS_URL": redis_server.url, "STATETAP_PORT": "0"}
+
+    def start(samples: str) -> str:
+        command = [sys.executable, "-m", "statetap.coordinator"]
+        done = subprocess.run(command, env={**env, "STATETAP_SAMPLES": samples}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        return done.stderr
+
+    s3.honest = False
+    assert "store_unavailable" in (said := start(s3.url)) and "If-None-Match" in said and "next: " in said
+    assert "STATETAP_SAMPLES" in start("http://drafts")
