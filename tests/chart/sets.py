@@ -86,6 +86,9 @@ GOOD: dict[str, Values] = {
     "scaled": with_(
         {"autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 2, "prometheus": "http://prometheus:9090", "query": "sum(up)"}}
     ),
+    "a bucket by the cloud's identity": with_(
+        {"store": {"samples": {"url": "s3://drafts", "region": "eu-west-1", "serviceAccount": "drafts"}}}
+    ),
     "under another chart": with_({"global": {"storageClass": "x"}}),
 }
 
@@ -105,8 +108,15 @@ BAD: dict[str, tuple[Values, str]] = {
     ),
     "an Ingress without a host": (with_({"ingress": {"enabled": True}, "networkPolicy": {"clients": [PEER]}}), "/ingress/host"),
     "an Ingress whose controller is shut out": (with_({"ingress": {"enabled": True, "host": "a.b"}}), "/networkPolicy/clients"),
-    "S3": (with_({"store": {"kind": "s3"}}), "the store has no S3 backend yet"),
+    "all of the store on S3": (with_({"store": {"kind": "s3"}}), "samples go to S3 by samples.url"),
     "a bucket": (with_({"store": {"bucket": "states"}}), "additional properties 'bucket'"),
+    "a bucket by http": (with_({"store": {"samples": {"url": "https://s3.example.com/drafts"}}}), "/store/samples/url"),
+    "an endpoint without a bucket": (with_({"store": {"samples": {"endpoint": "https://s3.example.com"}}}), "/store/samples/endpoint"),
+    "a key of the bucket in a value": (
+        with_({"store": {"samples": {"url": "s3://drafts", "secretKey": "x"}}}),
+        "additional properties 'secretKey'",
+    ),
+    "a variable of the bucket twice": (with_({"workers": {"env": {"AWS_ACCESS_KEY_ID": "x"}}}), "AWS_ACCESS_KEY_ID"),
     "decimal units": (with_({"engine": {"tap": "32G"}}), "/engine/tap"),
     "a size without unit": (with_({"engine": {"shm": 8589934592}}), "/engine/shm"),
     "an empty size": (with_({"engine": {"memory": "0Gi"}}), "/engine/memory"),

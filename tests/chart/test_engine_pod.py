@@ -120,7 +120,7 @@ def test_gpus_are_the_engines_alone_and_their_number_is_tensor_parallel() -> Non
 
 
 def test_an_engine_has_the_name_of_its_pod_and_listens_for_its_own_pod_only() -> None:
-    for name in ("least", "example external-redis"):  # the second is scraped, but for its engines
+    for name in ("least", "example external-redis-s3"):  # the second is scraped, but for its engines
         engine = container(engine_pod(name), "engine")
         assert engine.args[engine.args.index("--host") + 1] == "127.0.0.1"
     assert engine.args[engine.args.index("--engine-id") + 1] == "$(POD_NAME)"

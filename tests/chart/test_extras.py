@@ -41,14 +41,14 @@ def test_every_component_has_a_budget() -> None:
         assert budget.selector.matchLabels.items() <= pods[component].items()
     assert typed("example kimi-k2.5-8gpu").one("PodDisruptionBudget", "engine").spec.maxUnavailable == 0
     assert not typed("no policies, no budgets, no test").of("PodDisruptionBudget")
-    assert len(typed("example external-redis").of("PodDisruptionBudget")) == 3
+    assert len(typed("example external-redis-s3").of("PodDisruptionBudget")) == 3
 
 
 def test_the_ingress_leads_to_the_coordinator() -> None:
-    (ingress,) = typed("example external-redis").of("Ingress")
+    (ingress,) = typed("example external-redis-s3").of("Ingress")
     (rule,) = ingress.spec.rules
     (path,) = rule.http.paths
-    service = typed("example external-redis").one("Service", "coordinator")
+    service = typed("example external-redis-s3").one("Service", "coordinator")
     assert (rule.host, path.path, path.pathType) == ("statetap.example.com", "/", "Prefix")
     assert path.backend.service.name == service.metadata.name and path.backend.service.port.name in {p.name for p in service.spec.ports}
     assert (ingress.spec.tls[0].hosts, ingress.spec.tls[0].secretName) == (["statetap.example.com"], "statetap-tls")
@@ -67,13 +67,13 @@ def test_monitors_choose_one_service_each_and_a_port_that_it_has() -> None:
         assert monitor["spec"]["namespaceSelector"]["matchNames"] == [NAMESPACE]
     assert monitors["st-statetap-coordinator"]["spec"]["endpoints"][0]["path"] == "/metrics"
     assert monitors["st-statetap-engine"]["spec"]["endpoints"][0]["path"] == "/statetap/metrics"
-    (one,) = typed("example external-redis").custom("ServiceMonitor")
+    (one,) = typed("example external-redis-s3").custom("ServiceMonitor")
     assert one["spec"]["endpoints"][0]["authorization"]["credentials"] == {"name": "statetap-metrics-key", "key": "key"}
     assert not typed("least").custom("ServiceMonitor")
 
 
 def test_engines_scale_by_a_metric_that_the_coordinator_exports() -> None:
-    release = typed("example external-redis")
+    release = typed("example external-redis-s3")
     (scaled,) = release.custom("ScaledObject")
     target = release.one("StatefulSet", "engine")
     assert scaled["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": target.metadata.name}
@@ -90,9 +90,9 @@ def test_a_full_engine_asks_for_one_more_and_an_idle_one_does_not() -> None:
     """The threshold against what the reconciler really keeps outstanding."""
     from statetap.coordinator.reconciler import BATCHES_A_WORKER, MIN_OUTSTANDING
 
-    (scaled,) = typed("example external-redis").custom("ScaledObject")
+    (scaled,) = typed("example external-redis-s3").custom("ScaledObject")
     threshold = float(scaled["spec"]["triggers"][0]["metadata"]["threshold"])
-    pod = typed("example external-redis").one("StatefulSet", "engine").spec.template.spec
+    pod = typed("example external-redis-s3").one("StatefulSet", "engine").spec.template.spec
     full = BATCHES_A_WORKER * len(pod.containers)
     assert full / threshold > 1, "never one engine more"
     assert MIN_OUTSTANDING / threshold <= 1, "the least feed would ask for a second engine"

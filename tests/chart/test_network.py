@@ -95,9 +95,9 @@ def test_strangers_reach_nothing_and_clients_the_coordinator_alone() -> None:
 
 
 def test_the_ingress_and_the_monitoring_come_by_selector() -> None:
-    assert reached("example external-redis", Peer(namespace="ingress-nginx")) == {"coordinator"}
-    assert reached("example external-redis", PROMETHEUS) == {"coordinator"}
-    assert reached("example external-redis", STRANGER) == set()
+    assert reached("example external-redis-s3", Peer(namespace="ingress-nginx")) == {"coordinator"}
+    assert reached("example external-redis-s3", PROMETHEUS) == {"coordinator"}
+    assert reached("example external-redis-s3", STRANGER) == set()
     assert reached("everything watched", PROMETHEUS) == {"coordinator", "engine"}
     assert reached("everything watched", STRANGER) == set()
     # The second peer of that set has no namespace: it is a pod of this one.
@@ -117,8 +117,17 @@ def test_only_what_loads_models_and_tokenizers_reaches_the_hub() -> None:
 
 def test_an_external_redis_is_reached_at_its_port() -> None:
     for c in ("coordinator", "ingest", "engine"):
-        assert may("example external-redis", component(c), INTERNET, 6380)
-        assert not may("example external-redis", component(c), INTERNET, 6379)
+        assert may("example external-redis-s3", component(c), INTERNET, 6380)
+        assert not may("example external-redis-s3", component(c), INTERNET, 6379)
+
+
+def test_a_bucket_is_reached_at_its_port_by_who_reads_and_writes_samples() -> None:
+    def reach(name: str, port: int) -> set[str]:
+        return {c for c in ("coordinator", "ingest", "engine", "redis", "test") if may(name, component(c), INTERNET, port)}
+
+    assert reach("example external-redis-s3", 9000) == {"coordinator", "engine"} and reach("least", 9000) == set()
+    assert reach("a bucket by the cloud's identity", 443) == {"coordinator", "ingest", "engine"}
+    assert reach("a bucket by the cloud's identity", 80) == {"coordinator", "engine"}
 
 
 def test_without_policies_everybody_reaches_everything() -> None:

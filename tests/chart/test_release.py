@@ -87,7 +87,7 @@ def test_selectors_ports_and_claims_lead_somewhere(name: str) -> None:
 
 
 def test_all_services_have_the_same_store_and_redis() -> None:
-    for name in ("least", "example external-redis", "redis with a password", "redis by its url", "a folder of one node"):
+    for name in ("least", "example external-redis-s3", "redis with a password", "redis by its url", "a folder of one node"):
         stores, urls = set(), set()
         for _, _, spec in typed(name).pods():
             for c in [*(spec.initContainers or ()), *spec.containers]:
@@ -113,10 +113,31 @@ def test_the_address_of_redis_holds_no_password_of_the_values() -> None:
     assert environment(with_password)["STATETAP_REDIS_URL"] == "redis://:$(REDIS_PASSWORD)@st-statetap-redis:6379/0"
     names = [e.name for e in with_password.env]
     assert names.index("REDIS_PASSWORD") < names.index("STATETAP_REDIS_URL"), "a variable is expanded by those before it"
-    (url_of_secret,) = (e for e in coordinator(typed("example external-redis")).env if e.name == "STATETAP_REDIS_URL")
+    (url_of_secret,) = (e for e in coordinator(typed("example external-redis-s3")).env if e.name == "STATETAP_REDIS_URL")
     assert (url_of_secret.valueFrom.secretKeyRef.name, url_of_secret.valueFrom.secretKeyRef.key) == ("shared-redis", "url")
-    for name in ("example external-redis", "redis by its url"):
+    for name in ("example external-redis-s3", "redis by its url"):
         assert not [o for o in typed(name).all if "redis" in o.metadata.name and o.kind in ("StatefulSet", "Service")]
+
+
+def test_coordinator_and_workers_have_the_bucket_and_nobody_else_its_keys() -> None:
+    seen = {}
+    for _, _, spec in typed("example external-redis-s3").pods():
+        assert spec.serviceAccountName is None
+        for c in [*(spec.initContainers or ()), *spec.containers]:
+            env = {e.name: e for e in c.env or ()}
+            if "AWS_SECRET_ACCESS_KEY" in env:
+                secrets = {
+                    (n, env[n].valueFrom.secretKeyRef.name, env[n].valueFrom.secretKeyRef.key)
+                    for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+                }
+                assert secrets == {(n, "statetap-bucket", n) for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+                assert env["AWS_ENDPOINT_URL_S3"].value == "https://s3.example.com:9000"
+                seen[c.name] = env["STATETAP_SAMPLES"].value if "STATETAP_SAMPLES" in env else ""
+    assert seen == {"coordinator": "s3://drafts/statetap", "worker-0": "", "worker-1": ""}, "a worker has it from the job"
+    accounts = {component: spec.serviceAccountName for component, _, spec in typed("a bucket by the cloud's identity").pods()}
+    assert sorted(map(str, accounts.values())) == ["None"] * (len(accounts) - 2) + ["drafts"] * 2
+    for _, _, spec in typed("a bucket by the cloud's identity").pods():
+        assert spec.automountServiceAccountToken is False
 
 
 def test_keys_come_as_a_folder_so_that_a_change_arrives() -> None:
@@ -140,7 +161,7 @@ def test_the_coordinator_is_asked_for_what_each_probe_means() -> None:
 
 
 def test_the_cookie_is_secure_behind_tls() -> None:
-    assert environment(coordinator(typed("example external-redis")))["STATETAP_COOKIE_SECURE"] == "true"
+    assert environment(coordinator(typed("example external-redis-s3")))["STATETAP_COOKIE_SECURE"] == "true"
     assert environment(coordinator(typed("least")))["STATETAP_COOKIE_SECURE"] == "false"
 
 

@@ -173,6 +173,37 @@ resources:
 {{- end }}
 {{- end }}
 
+{{- /* How coordinator and workers reach the bucket of the samples */}}
+{{- define "statetap.samples.env" -}}
+{{- with .Values.store.samples }}
+{{- if .endpoint }}
+- name: AWS_ENDPOINT_URL_S3
+  value: {{ .endpoint | quote }}
+{{- end }}
+{{- if .region }}
+- name: AWS_DEFAULT_REGION
+  value: {{ .region | quote }}
+{{- end }}
+{{- $secret := .secret }}
+{{- if $secret }}
+{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+- name: {{ . }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $secret }}
+      key: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "statetap.samples.account" -}}
+{{- with .Values.store.samples.serviceAccount }}
+# The cloud's own token is mounted by its webhook; the cluster's is not (above).
+serviceAccountName: {{ . }}
+{{- end }}
+{{- end }}
+
 {{- /* (root name volume): the store or the model cache */}}
 {{- define "statetap.volume" -}}
 - name: {{ .name }}

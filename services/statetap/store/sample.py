@@ -29,16 +29,17 @@ from ..contracts.tensors import BLOCK, INPUT_IDS, Header, tap_header
 from .check import Bytes, StateChecker, check_ids, check_states, check_tap_header, largest_block
 from .decode import SampleFile
 from .encode import Pieces, encoder
-from .fs import make_dirs, remove, store_error, write_all
+from .fs import make_dirs, remove, store_error
 from .positions import kept_positions
 from .rows import Row
 from .samples import SampleStore
+from .sink import FileSink, Gate, MemorySink, Sink
 
 if TYPE_CHECKING:  # its library is slow to import, and who has no bucket needs it not
     from .bucket import BucketSamples
 
 _HASHED = 8 << 20
-WRITE_BACK = 4 << 20  # bytes written before the disk is told to begin with them
+PUT_BYTES = 1 << 30  # of samples in memory on their way into a bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,15 @@ class Placed:
 class SampleWriter:
     """Stages the samples of one attempt at a batch. Thread-safe: several threads stage at once.
 
-    ``bucket``: where they are put, once checked, in place of the job's folder. Of each thread one row is in memory then.
+    ``bucket``: where they are put, once checked, in place of the job's folder, from ``memory`` bytes (one row may be more).
     """
 
-    def __init__(self, job_dir: Path, format: SampleFormat, attempt: str, bucket: BucketSamples | None = None) -> None:
+    def __init__(
+        self, job_dir: Path, format: SampleFormat, attempt: str, bucket: BucketSamples | None = None, memory: int = PUT_BYTES
+    ) -> None:
         self._job_dir = job_dir
         self._bucket = bucket
+        self._gate = Gate(memory)
         self._format = format
         self._profile = profile = format.captured
         self._attempt = attempt
@@ -80,7 +84,7 @@ class SampleWriter:
         self._local = threading.local()
 
     def stage(self, row: Row, generation: int, tap_file: Path) -> Staged | Placed:
-        """Check the tap file of ``row`` and write it to a temp file, or into the bucket.
+        """Check the tap file of ``row`` and write it to a temp file, or put it into the bucket.
 
         Raises:
             RowError: what came is not what was asked for (a code of check.py; ``capture_incomplete`` when there is no file).
@@ -90,44 +94,47 @@ class SampleWriter:
             source = os.open(tap_file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise RowError(ErrorCode.CAPTURE_INCOMPLETE, f"the engine answered, but {tap_file.name} is not in the tap") from None
-        name = sample(row.row, generation, self._format.suffix)
-        tmp = self._job_dir / temp(name, self._attempt)
         try:
-            want = tap_header(self._profile, len(row.input_ids))
-            size = os.fstat(source).st_size
-            check_tap_header(want, os.pread(source, BLOCK, 0), size)
-            written = size + len(row.loss_mask)
-            if not self._format.plain:
-                fd, xxh3, written = self._stage_encoded(row, source, want, tmp)
-            elif written <= self._buffer_bytes:
-                fd, xxh3 = self._stage_small(row, source, want, tmp)
-            else:
-                fd, xxh3 = self._stage_large(row, source, want, tmp)
+            return self._stage(row, generation, tap_file, source)
         except OSError as e:
             raise store_error(e, f"write row {row.row}") from e
         finally:
             os.close(source)
-        record = RowRecord(
+
+    def _stage(self, row: Row, generation: int, tap_file: Path, source: int) -> Staged | Placed:
+        name = sample(row.row, generation, self._format.suffix)
+        want = tap_header(self._profile, len(row.input_ids))
+        size = os.fstat(source).st_size
+        check_tap_header(want, os.pread(source, BLOCK, 0), size)
+        if self._bucket is not None:
+            with self._gate.held(size + len(row.loss_mask)):
+                memory = MemorySink()
+                record = self._record(row, generation, name, *self._write(row, source, want, memory))
+                return Placed(record=record, first=self._bucket.put(name, memory.data), tap_file=tap_file, row=row)
+        tmp = self._job_dir / temp(name, self._attempt)
+        with self._new_file(tmp) as file:
+            record = self._record(row, generation, name, *self._write(row, source, want, file))
+        return Staged(record=record, fd=file.fd, temp=tmp, final=self._job_dir / name, tap_file=tap_file, row=row)
+
+    def _record(self, row: Row, generation: int, name: str, xxh3: str, size: int) -> RowRecord:
+        return RowRecord(
             row=row.row,
             state=RowState.DONE.value,
             generation=generation,
             tokens=len(row.input_ids),
-            bytes=written,
+            bytes=size,
             path=name,
             xxh3=xxh3,
             at=round(time.time(), 3),
         )
-        if self._bucket is None:
-            return Staged(record=record, fd=fd, temp=tmp, final=self._job_dir / name, tap_file=tap_file, row=row)
-        try:
-            data = os.pread(fd, written, 0)
-        finally:
-            os.close(fd)
-        try:
-            first = self._bucket.put(name, data)
-        except OSError as e:
-            raise store_error(e, f"put row {row.row}") from e
-        return Placed(record=record, first=first, tap_file=tap_file, row=row)
+
+    def _write(self, row: Row, source: int, want: Header, sink: Sink) -> tuple[str, int]:
+        """Check and write all of a sample; (xxh3, bytes) of its file."""
+        size = want.size + len(row.loss_mask)
+        if not self._format.plain:
+            return self._write_encoded(row, source, want, sink)
+        write = self._write_small if size <= self._buffer_bytes else self._write_large
+        return write(row, source, want, sink), size
 
     def _buffer(self) -> Bytes:
         """This thread's, warm."""
@@ -136,7 +143,7 @@ class SampleWriter:
             buffer = self._local.buffer = np.empty(self._buffer_bytes, np.uint8)
         return buffer
 
-    def _stage_small(self, row: Row, source: int, want: Header, tmp: Path) -> tuple[int, str]:
+    def _write_small(self, row: Row, source: int, want: Header, sink: Sink) -> str:
         """One read, one write."""
         ids = want.tensors[INPUT_IDS]
         data = self._buffer()[: want.size + len(row.loss_mask)]
@@ -145,12 +152,11 @@ class SampleWriter:
         check_states(self._profile, len(row.input_ids), data)
         data[:BLOCK] = np.frombuffer(expected_header(self._format, row), np.uint8)
         data[want.size :] = row.loss_mask
-        with self._new_file(tmp) as fd:
-            write_all(fd, data.data)
-            _start_write_back(fd, 0, 0)
-        return fd, xxhash.xxh3_64_hexdigest(data.data)
+        sink.write(data.data)
+        sink.flush()
+        return xxhash.xxh3_64_hexdigest(data.data)
 
-    def _stage_large(self, row: Row, source: int, want: Header, tmp: Path) -> tuple[int, str]:
+    def _write_large(self, row: Row, source: int, want: Header, sink: Sink) -> str:
         """Block by block: read into this thread's buffer, look, hash and write while it is in the cache."""
         ids = want.tensors[INPUT_IDS]
         tail = np.empty(ids.stop - ids.start + len(row.loss_mask), np.uint8)
@@ -161,26 +167,21 @@ class SampleWriter:
         digest = xxhash.xxh3_64(header)
         checker = StateChecker(self._profile, len(row.input_ids))
         buffer = self._buffer()
-        with self._new_file(tmp) as fd:
-            write_all(fd, header)
-            written_back = 0
-            for block in checker.blocks():
-                data = buffer[: block.stop - block.start]
-                _read(source, data, block.start)
-                checker.look(block, data)
-                digest.update(data.data)
-                write_all(fd, data.data)
-                if block.stop - written_back >= WRITE_BACK:
-                    _start_write_back(fd, written_back, block.stop)
-                    written_back = block.stop
-            checker.finish()
-            digest.update(tail.data)
-            write_all(fd, tail.data)
-            _start_write_back(fd, written_back, 0)
-        return fd, digest.hexdigest()
+        sink.write(header)
+        for block in checker.blocks():
+            data = buffer[: block.stop - block.start]
+            _read(source, data, block.start)
+            checker.look(block, data)
+            digest.update(data.data)
+            sink.write(data.data)
+        checker.finish()
+        digest.update(tail.data)
+        sink.write(tail.data)
+        sink.flush()
+        return digest.hexdigest()
 
-    def _stage_encoded(self, row: Row, source: int, want: Header, tmp: Path) -> tuple[int, str, int]:
-        """As :meth:`_stage_large`, by way of an encoder; the size of the file besides."""
+    def _write_encoded(self, row: Row, source: int, want: Header, sink: Sink) -> tuple[str, int]:
+        """As :meth:`_write_large`, by way of an encoder; the size of the file besides."""
         tensor = want.tensors[INPUT_IDS]
         ids = np.empty(tensor.stop - tensor.start, np.uint8)
         _read(source, ids, tensor.start)
@@ -191,49 +192,36 @@ class SampleWriter:
         kept = len(row.input_ids) if positions is None else len(positions)
         encoded = encoder(self._format, expected_header(self._format, row, kept), ids, row.loss_mask, positions)
         checker = StateChecker(self._profile, len(row.input_ids))
-        buffer, digest = self._buffer(), xxhash.xxh3_64()
-        with self._new_file(tmp) as fd:
-            written = written_back = 0
+        buffer, digest, written = self._buffer(), xxhash.xxh3_64(), 0
 
-            def put(pieces: Pieces) -> None:
-                nonlocal written, written_back
-                for piece in pieces:
-                    data = memoryview(piece).cast("B")
-                    digest.update(data)
-                    write_all(fd, data)
-                    written += len(data)
-                if written - written_back >= WRITE_BACK:
-                    _start_write_back(fd, written_back, written)
-                    written_back = written
+        def put(pieces: Pieces) -> None:
+            nonlocal written
+            for piece in pieces:
+                data = memoryview(piece).cast("B")
+                digest.update(data)
+                sink.write(data)
+                written += len(data)
 
-            put(encoded.head())
-            for block in checker.blocks():
-                data = buffer[: block.stop - block.start]
-                _read(source, data, block.start)
-                checker.look(block, data)
-                put(encoded.block(block, data))
-            checker.finish()
-            put(encoded.tail())
-            _start_write_back(fd, written_back, 0)
-        return fd, digest.hexdigest(), written
+        put(encoded.head())
+        for block in checker.blocks():
+            data = buffer[: block.stop - block.start]
+            _read(source, data, block.start)
+            checker.look(block, data)
+            put(encoded.block(block, data))
+        checker.finish()
+        put(encoded.tail())
+        sink.flush()
+        return digest.hexdigest(), written
 
     @contextlib.contextmanager
-    def _new_file(self, tmp: Path) -> Iterator[int]:
-        """A temp file that stays open, unless the block raises: then it is gone. For a bucket it is one in memory, without a name."""
-        if self._bucket is not None:
-            fd = os.memfd_create(tmp.name)
-            try:
-                yield fd
-            except BaseException:
-                os.close(fd)
-                raise
-            return
+    def _new_file(self, tmp: Path) -> Iterator[FileSink]:
+        """A temp file that stays open, unless the block raises: then it is gone."""
         if tmp.parent not in self._folders:
             make_dirs(tmp.parent)
             self._folders.add(tmp.parent)
         fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            yield fd
+            yield FileSink(fd)
         except BaseException:
             os.close(fd)
             remove(tmp)
@@ -249,11 +237,6 @@ def _read(source: int, into: Bytes, at: int) -> None:
             raise RowError(ErrorCode.CAPTURE_INCOMPLETE, "the tap file became shorter while it was read")
         at += got
         view = view[got:]
-
-
-def _start_write_back(fd: int, start: int, stop: int) -> None:
-    """Have the disk begin now (``stop`` 0: to the end), so that the committer's fsync has little to wait for."""
-    os.posix_fadvise(fd, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)
 
 
 def expected_header(format: SampleFormat, row: Row, kept: int | None = None) -> bytes:

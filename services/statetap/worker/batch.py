@@ -100,7 +100,7 @@ class BatchRun:
         self._outage = Outage(self._engine, settings.engine_down_after_s)
         samples = samples_of(job_dir, spec)
         bucket = None if isinstance(samples, FolderSamples) else samples
-        self._writer = SampleWriter(job_dir, spec.sample_format, lease, bucket)
+        self._writer = SampleWriter(job_dir, spec.sample_format, lease, bucket, settings.put_bytes)
         threads = settings.put_threads if bucket else settings.write_threads
         self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
         self._redis_pool = ThreadPoolExecutor(1, thread_name_prefix="redis")

@@ -44,8 +44,11 @@ class WorkerSettings(BaseSettings):
         default=2, ge=1, description="Threads that check and write samples: one checks while one writes; more only wait for the disk."
     )
     put_threads: int = Field(
-        default=8,
+        default=8, ge=1, description="Threads that check samples and put them into a bucket, each waiting for one PUT at a time."
+    )
+    put_bytes: int = Field(
+        default=1 << 30,
         ge=1,
-        description="Threads that check samples and put them into a bucket: each holds one row in memory and waits for one PUT.",
+        description="Bytes of samples that a worker holds in memory on their way into a bucket; one that is longer goes alone.",
     )
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="Least level of events that are logged.")

@@ -19,12 +19,16 @@ Labels = dict[str, str]
 Strings = dict[str, str]
 
 CHART_SETS = {
-    "coordinator": "REDIS_URL STORE DATA_DIR MODEL_DIRS ALLOW_REMOTE_CODE KEYS_FILE ALLOW_NO_AUTH METRICS_OPEN COOKIE_SECURE HOST PORT LOG_LEVEL",
+    "coordinator": "REDIS_URL STORE DATA_DIR MODEL_DIRS ALLOW_REMOTE_CODE KEYS_FILE ALLOW_NO_AUTH METRICS_OPEN COOKIE_SECURE HOST PORT LOG_LEVEL SAMPLES",
     "ingest": "REDIS_URL STORE LOG_LEVEL",
     "worker": "REDIS_URL STORE TAP ENGINE_URL TAP_BYTES WORKERS_PER_ENGINE WINDOW REQUEST_TIMEOUT_S READY_TIMEOUT_S DRAIN_S WRITE_THREADS LOG_LEVEL",
     "engine": "ENGINE_RING_BYTES",
 }
 """Service -> STATETAP_… variables that the templates set from values of their own."""
+
+
+BUCKET = ["AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
+"""Variables of coordinator and workers that come of store.samples."""
 
 
 def env_field(service: str) -> Any:
@@ -37,6 +41,7 @@ def env_field(service: str) -> Any:
         "POD_NAME",
         "PYTHONUNBUFFERED",
     ]
+    taken += BUCKET if service in ("coordinator", "worker") else []
     names = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": taken}}
     return Field(
         default_factory=dict,

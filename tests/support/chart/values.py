@@ -184,7 +184,7 @@ class Redis(Placement):
     storageClass: str = Field(default="", description="Storage class of its volume; empty: the cluster's default.")
 
 
-_S3 = "claim, existingClaim or hostPath (the store has no S3 backend yet)"
+_S3 = "claim, existingClaim or hostPath (samples go to S3 by samples.url; the records beside them stay on a volume)"
 _STORE_KINDS = [
     when(has(kind=const("existingClaim")), has(claim=NONEMPTY)),
     when(has(kind=const("hostPath")), has(path=NONEMPTY)),
@@ -192,12 +192,40 @@ _STORE_KINDS = [
 AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
 
 
+class Samples(Section):
+    model_config = ConfigDict(
+        json_schema_extra={
+            # Half of it would be taken for all of it.
+            "allOf": [
+                when(
+                    {"properties": {"url": const("")}},
+                    {"properties": {n: const("") for n in ("endpoint", "region", "secret", "serviceAccount")}},
+                )
+            ]
+        },
+    )
+
+    url: str = Field(
+        default="",
+        pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?)?$",
+        description="s3://bucket or s3://bucket/prefix for the sample files of new jobs; records stay on the store's volume. Empty: all of it does.",
+    )
+    endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$", description="URL of the service, where it is not Amazon's.")
+    region: str = Field(default="", description="Its region.")
+    secret: Name = Field(default="", description="Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
+    serviceAccount: Name = Field(
+        default="", description="Service account of coordinator and engines, for clouds that let it into the bucket (IRSA, Pod Identity)."
+    )
+    port: int = Field(default=443, ge=1, le=65535, description="Its port, for the network policy.")
+
+
 class Store(Section):
-    # The enum alone would refuse s3 as well, with less of a reason: "value must be 'claim, … (the store has no S3 backend yet)'".
+    # The enum alone would refuse s3 as well, with less of a reason.
     model_config = ConfigDict(json_schema_extra={"allOf": [*_STORE_KINDS, when(has(kind=const("s3")), has(kind=const(_S3)))]})
 
     kind: Literal["claim", "existingClaim", "hostPath"] = Field(
-        default="claim", description="claim: made by the chart; existingClaim: named in claim; hostPath: a folder of one node. No S3 yet."
+        default="claim",
+        description="claim: made by the chart; existingClaim: named in claim; hostPath: a folder of one node. For S3 see samples.",
     )
     size: Quantity = Field(default="1Ti", description="Size of the claim.")
     accessMode: AccessMode = Field(default="ReadWriteMany", description="Once: all pods on one node, which nodeSelector must then name.")
@@ -205,6 +233,7 @@ class Store(Section):
     keep: bool = Field(default=True, description="Keep the claim when the release is uninstalled.")
     claim: Name = Field(default="", description="Name of the claim that exists already.")
     path: FolderPath = Field(default="", description="Folder of the node, writable by gid 10001.")
+    samples: Samples = Field(default=Samples(), description="Samples in a bucket.")
 
 
 class ModelCache(Section):
