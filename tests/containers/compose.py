@@ -42,8 +42,9 @@ class Stack:
             "STATETAP_TAP_SIZE": "512m",
             "STATETAP_WORKERS": 2,
         }
-        (folder / "env").write_text("".join(f"{k}={v}\n" for k, v in values.items()))
-        self._base = ["docker", "compose", "--env-file", str(folder / "env"), "--project-name", self.project, "--profile", "cpu"]
+        self.env_file = folder / "env"
+        self.env_file.write_text("".join(f"{k}={v}\n" for k, v in values.items()))
+        self._base = ["docker", "compose", "--env-file", str(self.env_file), "--project-name", self.project, "--profile", "cpu"]
         self.environment = environment
         self.seconds: dict[str, float] = {}
         self.client = Client(f"http://127.0.0.1:{self.port}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,11 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = (ROOT / "docker-compose.yml").read_text()
+COMPOSE = "".join((ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.s3.yml"))
 EXAMPLE = (ROOT / ".env.example").read_text()
 DOCKERFILES = sorted((ROOT / "images").glob("*/Dockerfile"))
-# Set by docker compose or by those who run the tests, and not for .env
-NOT_SETTINGS: set[str] = set()
 
 
 def config(environment: dict[str, str], *arguments: str, env_file: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,12 +45,12 @@ def test_bases_are_pinned_and_images_say_what_they_are(path: Path) -> None:
 
 
 def test_each_variable_is_in_the_example_and_no_other() -> None:
-    used = set(re.findall(r"\$\{([A-Z_]+)[:}]", COMPOSE))
-    named = set(re.findall(r"^#?([A-Z][A-Z_]+)=", EXAMPLE, re.M))
+    used = set(re.findall(r"\$\{([A-Z0-9_]+)[:}]", COMPOSE))
+    named = set(re.findall(r"^#?([A-Z][A-Z0-9_]+)=", EXAMPLE, re.M))
     assert named - {"COMPOSE_PROFILES"} <= used, named - used
     assert used - named == set(), used - named
-    defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", COMPOSE))
-    for name, value in re.findall(r"^#([A-Z_]+)=(.*)$", EXAMPLE, re.M):
+    defaults = dict(re.findall(r"\$\{([A-Z0-9_]+):-([^}]*)\}", COMPOSE)) | {"STATETAP_SAMPLES": "s3://bucket/prefix"}  # required there
+    for name, value in re.findall(r"^#([A-Z0-9_]+)=(.*)$", EXAMPLE, re.M):
         assert defaults[name] == value, name
 
 
@@ -82,3 +81,23 @@ def test_the_example_starts_the_gpu_stack(docker_environment: dict[str, str]) ->
 def test_a_missing_model_stops_with_a_sentence(docker_environment: dict[str, str]) -> None:
     done = config(docker_environment, "config")
     assert done.returncode != 0 and "cp .env.example .env" in done.stderr and "STATETAP_MODEL" in done.stderr
+
+
+def test_a_bucket_is_for_coordinator_and_workers_who_may_leave_the_internal_network(
+    docker_environment: dict[str, str], tmp_path: Path
+) -> None:
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.s3.yml", "--profile", "cpu")
+    missing = config(docker_environment, *files, "config")
+    assert missing.returncode != 0 and "name the bucket" in missing.stderr
+    (tmp_path / "env").write_text("STATETAP_SAMPLES=s3://drafts/train\nAWS_ACCESS_KEY_ID=key\n")
+    done = config(docker_environment, *files, "config", "--format", "json", env_file=tmp_path / "env")
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    assert services["coordinator"]["environment"]["STATETAP_SAMPLES"] == "s3://drafts/train"
+    assert {n for n, s in services.items() if (s.get("environment") or {}).get("AWS_ACCESS_KEY_ID") == "key"} == {
+        "coordinator",
+        "worker-cpu",
+    }
+    assert (
+        set(services["worker-cpu"]["networks"]) == {"backend", "egress"} and services["worker-cpu"]["environment"]["STATETAP_TAP"] == "/tap"
+    )

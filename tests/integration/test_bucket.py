@@ -16,6 +16,7 @@ from statetap.contracts.errors import ErrorCode, RequestError, StoreError
 from statetap.store.bucket import BucketSamples, parse_url, probe_bucket
 from tests.support.redis import RedisServer, redis_client, redis_server
 from tests.support.s3 import BUCKET, S3, s3
+from tests.support.stack import cli
 
 __all__ = ["redis_client", "redis_server", "s3"]
 
@@ -134,3 +135,12 @@ def test_the_coordinator_does_not_start_on_a_bucket_that_breaks_the_commit(s3: S
     s3.honest = False
     assert "store_unavailable" in (said := start(s3.url)) and "If-None-Match" in said and "next: " in said
     assert "STATETAP_SAMPLES" in start("http://drafts")
+
+
+def test_doctor_tries_the_bucket(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STATETAP_SAMPLES", s3.url)
+    (tmp_path / "store").mkdir()
+    assert f"{s3.url} takes an object once" in cli("doctor", "--cpu", "--store", tmp_path / "store").stdout
+    s3.honest = False
+    refused = cli("doctor", "--cpu", "--store", tmp_path / "store")
+    assert refused.returncode == 1 and "If-None-Match" in refused.stdout

@@ -5,6 +5,7 @@ Invariant: a part that is missing or broken is a finding and never the end of th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def examine(*, url: str | None, store: Path | None, tap: Path, redis_url: str | 
         ("host", lambda: host.findings(cpu=cpu)),
         ("tap", lambda: disk.tap_findings(tap)),
         ("store", lambda: disk.store_findings(store)),
+        ("samples", lambda: disk.bucket_findings(os.environ.get("STATETAP_SAMPLES", ""))),
         ("redis", lambda: redis_server.findings(redis_url)),
         ("coordinator", lambda: service.findings(url)),
     ]

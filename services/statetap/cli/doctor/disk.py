@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...contracts.capture import READY_FILE
+from ...contracts.errors import StatetapError
 from ...store.probe import NEXT_STEP, promises
 from ..units import size
 from .finding import Finding, failed, fine, warned
@@ -90,6 +91,20 @@ def store_findings(store: Path | None) -> Iterator[Finding]:
         yield _speed(folder, room.free)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def bucket_findings(url: str) -> Iterator[Finding]:
+    """Of the bucket that STATETAP_SAMPLES names: the coordinator's own probe."""
+    if not url:
+        return
+    from ...store.bucket import probe_bucket  # its library is slow to import, and who has no bucket needs it not
+
+    try:
+        probe_bucket(url)
+    except StatetapError as e:
+        yield failed("samples", e.message, e.next_step)
+        return
+    yield fine("samples", f"{url} takes an object once, and lists it")
 
 
 def _promises(folder: Path) -> Iterator[Finding]:
