@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,15 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from statetap.contracts.capture import new_lease
+from statetap.contracts.sample_format import SampleFormat
+from statetap.store.bucket import BucketSamples
+from statetap.store.commit import Committer, Outcome
 from statetap.store.delete import TRASH_PREFIX
 from statetap.store.export.registry import FORMATS
 from statetap.store.export.run import export_job
 from statetap.store.reader import JobDataset
+from statetap.store.rows import RowsFile
+from statetap.store.sample import Placed, SampleWriter
 from statetap.store.stream import JobStream
 from statetap.store.verify import verify_job
 from tests.faults.forms import SEED, figure, times
 from tests.support.coordinator import until
-from tests.support.jobs import token_rows
+from tests.support.jobs import StateMaker, make_job, profile, token_rows
 from tests.support.redis import RedisServer, free_port
 from tests.support.s3 import S3, s3
 from tests.support.service import Service
@@ -55,7 +62,7 @@ FORMATS_OF_A_JOB = ({}, {"encoding": "zstd"}, {"encoding": "fp8"}, {"positions":
 
 
 def test_a_job_in_a_bucket_is_the_job_in_a_folder(tmp_path: Path, redis_server: RedisServer, s3: S3) -> None:
-    """Seen to fail with an encoded row of which the bytes of its raw size were put."""
+    """Seen to fail with a PUT of the bytes without those of the mask: the job never ended."""
     rows = [r[: 1 + n % 40] for n, r in enumerate(token_rows(80, 40))]
     paths: dict[str, list[Path]] = {}
     for samples in (s3.url, ""):
@@ -106,7 +113,7 @@ def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: Red
 
 
 def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:
-    """Seen to fail with a resume that lists the folder, not the bucket: 40 prefills and not 3."""
+    """Seen to fail with a resume that lists the folder, not the bucket: 80 prefills and not 3."""
     service.start()
     service.dataset(token_rows(40, 20))
     job = run(service)
@@ -136,7 +143,7 @@ def _forget(service: Service, path: Path, job_id: str) -> None:
 
 
 def test_a_put_whose_reply_is_lost_is_found_and_recorded(service: Service, s3: S3) -> None:
-    """Seen to fail with a name that is taken being taken for another attempt's."""
+    """Seen to fail with a name that is taken as an error of the store: the job paused."""
     service.start()
     service.dataset(token_rows(60, 20))
     s3.taken.clear()  # of the probe
@@ -146,9 +153,48 @@ def test_a_put_whose_reply_is_lost_is_found_and_recorded(service: Service, s3: S
     assert sum(s3.taken.values()) == 9 and service.rig.stats()["requests"] == 60
 
 
+def test_taken_names_are_looked_at_before_they_are_recorded(tmp_path: Path, s3: S3) -> None:
+    """Seen to fail with a commit that records its own sample where another's object stands."""
+    p = profile()
+    format, bucket, maker = SampleFormat(p), BucketSamples(f"{s3.url}/job-1"), StateMaker(p)
+    job_dir, rows_path, _ = make_job(tmp_path / "store", p, token_rows(3, 20))
+    rows = list(RowsFile(rows_path).read(0, 3))
+    first, second = new_lease(), new_lease()
+
+    def stage(attempt: str, n: int) -> Placed:
+        (tap_file := tmp_path / f"{attempt}-{n}").write_bytes(maker.tap_file(rows[n].input_ids))
+        staged = SampleWriter(job_dir, format, attempt, bucket).stage(rows[n], 0, tap_file)
+        assert isinstance(staged, Placed)
+        return staged
+
+    def commit(attempt: str, item: Placed) -> Outcome:
+        told: list[Outcome] = []
+        committer = Committer(job_dir, format, 0, attempt, told.extend, bucket)
+        committer.submit(item)
+        committer.close()
+        assert not item.tap_file.exists()
+        return told[0]
+
+    def lines(attempt: str) -> list[int]:
+        path = job_dir / "ledger" / f"0.{attempt}.jsonl"
+        return [json.loads(line)["row"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    sleeping = stage(first, 0)
+    assert sleeping.first and not (late := stage(second, 0)).first
+    adopted = commit(second, late)
+    assert adopted.record is not None and adopted.record.xxh3 == sleeping.record.xxh3 and not adopted.won and lines(second) == [0]
+    assert commit(first, sleeping).won  # it wakes: the same record once more, which counts once
+    bucket.put(rows_0 := "rows_0-2000/data_1.safetensors", b"not a sample")
+    wrong = commit(second, stage(second, 1))
+    assert (wrong.record, wrong.error, wrong.won) == (None, None, False) and f"train/job-1/{rows_0}" not in s3.keys()
+    assert commit(second, stage(second, 1)).won and commit(first, stage(first, 2)).won
+    told = commit(second, stage(second, 2))
+    assert told.record is not None and not told.won and (lines(first), lines(second)) == ([0, 2], [0, 1])
+
+
 @pytest.mark.parametrize(("code", "reason"), [("AccessDenied", "circuit_open"), ("QuotaExceeded", "low_disk")])
 def test_a_bucket_that_refuses_pauses_the_job_with_its_words_and_loses_nothing(service: Service, s3: S3, code: str, reason: str) -> None:
-    """Seen to fail with errors of the service that are no OSError: the batch ended as a bug of ours."""
+    """Seen to fail with answers of the service that are no OSError: the batch ended as a bug of ours."""
     service.start()
     service.dataset(token_rows(80, 20))
     s3.deny = code
@@ -162,7 +208,7 @@ def test_a_bucket_that_refuses_pauses_the_job_with_its_words_and_loses_nothing(s
 
 
 def test_verify_names_damaged_objects_and_a_repair_captures_those_alone(service: Service, s3: S3) -> None:
-    """Seen to fail with a verify that trusts the listing."""
+    """Seen to fail with a verify that does not hash what it fetched."""
     service.start()
     service.dataset(token_rows(50, 20))
     job = run(service)

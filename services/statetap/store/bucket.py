@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -62,6 +63,7 @@ def _client() -> Any:
                 # Servers other than Amazon's rarely have a name for each bucket.
                 s3={"addressing_style": "path" if endpoint else "auto"},
             )
+            logging.getLogger("botocore").setLevel(logging.WARNING)  # each horse would say where its credentials come from
             found = _clients[key] = boto3.session.Session().client("s3", config=config)
         return found
 
