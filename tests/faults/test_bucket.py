@@ -143,7 +143,7 @@ def _forget(service: Service, path: Path, job_id: str) -> None:
 
 
 def test_a_put_whose_reply_is_lost_is_found_and_recorded(service: Service, s3: S3) -> None:
-    """Seen to fail with a name that is taken as an error of the store: the job paused."""
+    """Seen to fail with a name that is taken as an error: the batch ended with it."""
     service.start()
     service.dataset(token_rows(60, 20))
     s3.taken.clear()  # of the probe
@@ -179,14 +179,14 @@ def test_taken_names_are_looked_at_before_they_are_recorded(tmp_path: Path, s3: 
         path = job_dir / "ledger" / f"0.{attempt}.jsonl"
         return [json.loads(line)["row"] for line in path.read_text().splitlines()] if path.exists() else []
 
-    sleeping = stage(first, 0)
-    assert sleeping.first and not (late := stage(second, 0)).first
+    sleeping, late = stage(first, 0), stage(second, 0)
+    assert sleeping.first and not late.first
     adopted = commit(second, late)
     assert adopted.record is not None and adopted.record.xxh3 == sleeping.record.xxh3 and not adopted.won and lines(second) == [0]
     assert commit(first, sleeping).won  # it wakes: the same record once more, which counts once
     bucket.put(rows_0 := "rows_0-2000/data_1.safetensors", b"not a sample")
     wrong = commit(second, stage(second, 1))
-    assert (wrong.record, wrong.error, wrong.won) == (None, None, False) and f"train/job-1/{rows_0}" not in s3.keys()
+    assert (wrong.record, wrong.error, wrong.won) == (None, None, False) and f"train/job-1/{rows_0}" not in set(s3.keys())
     assert commit(second, stage(second, 1)).won and commit(first, stage(first, 2)).won
     told = commit(second, stage(second, 2))
     assert told.record is not None and not told.won and (lines(first), lines(second)) == ([0, 2], [0, 1])
