@@ -150,6 +150,7 @@ def test_a_put_whose_reply_is_lost_is_found_and_recorded(service: Service, s3: S
     s3.lose_replies = 9
     job = run(service)
     assert job["state"] == "completed" and job["rows"]["done"] == 60 and verified(service, job) == {}
+    assert len(list((service.path(job["job_id"]) / "ledger").iterdir())) == job["batches"]["total"], "no batch was run again for it"
     assert sum(s3.taken.values()) == 9 and service.rig.stats()["requests"] == 60
 
 
