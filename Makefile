@@ -27,8 +27,8 @@ demo: setup ## The main job: extract the example conversations through real SGLa
 	@$(PY) examples/demo.py
 
 test: setup check ## Everything that CI runs
-	@$(PY) -m pytest -q tests/unit
-	@$(PY) -m pytest -q tests/integration
+	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
+	@$(PY) -m pytest -q -n 2 --dist loadgroup tests/integration
 	@STATETAP_MODELS=short $(PY) -m pytest -q tests/models
 	@$(PY) -m pytest -q tests/faults
 	@$(PY) -m pytest -q tests/e2e
@@ -44,10 +44,10 @@ check: setup ## ruff, mypy, import-linter, deptry
 	@echo "check: ruff, mypy, import-linter and deptry found nothing"
 
 unit: setup ## Unit tests
-	@$(PY) -m pytest -q tests/unit
+	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
 
-integration: setup ## Real redis-server, real SGLang, one service at a time
-	@$(PY) -m pytest -q tests/integration
+integration: setup ## Real redis-server, real SGLang, in two processes
+	@$(PY) -m pytest -q -n 2 --dist loadgroup tests/integration
 
 models: setup ## Capture on every model of docs/models.md, against transformers; STATETAP_MODELS=short or names
 	@$(PY) -m pytest -q tests/models
