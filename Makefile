@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration models faults e2e containers chart trainers bench engine-soak figures docs clean engine-old
+.PHONY: help setup demo test check unit integration integration-engine integration-services models faults e2e containers chart trainers bench engine-soak figures docs clean engine-old
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ demo: setup ## The main job: extract the example conversations through real SGLa
 
 test: setup check ## Everything that CI runs
 	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
-	@$(PY) -m pytest -q -n 2 --dist loadgroup tests/integration
+	@$(MAKE) --no-print-directory integration
 	@STATETAP_MODELS=short $(PY) -m pytest -q tests/models
 	@$(PY) -m pytest -q tests/faults
 	@$(PY) -m pytest -q tests/e2e
@@ -46,8 +46,15 @@ check: setup ## ruff, mypy, import-linter, deptry
 unit: setup ## Unit tests
 	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
 
-integration: setup ## Real redis-server, real SGLang, in two processes
-	@$(PY) -m pytest -q -n 2 --dist loadgroup tests/integration
+integration: setup ## Real redis-server, real SGLang, one service at a time; the engine's tests beside the others
+	@$(MAKE) --no-print-directory -j2 --output-sync=target integration-engine integration-services
+
+# In one process: they look at what other engines leave in /dev/shm.
+integration-engine: setup
+	@$(PY) -m pytest -q $(wildcard tests/integration/test_engine*.py)
+
+integration-services: setup
+	@$(PY) -m pytest -q $(filter-out $(wildcard tests/integration/test_engine*.py),$(wildcard tests/integration/test_*.py))
 
 models: setup ## Capture on every model of docs/models.md, against transformers; STATETAP_MODELS=short or names
 	@$(PY) -m pytest -q tests/models

@@ -1,7 +1,4 @@
-"""Fixtures of the integration tests: a real redis-server, a store folder, a coordinator process.
-
-With xdist a file stays in one process, and those that start SGLang stay together: they look at what is left in /dev/shm.
-"""
+"""Fixtures of the integration tests: a real redis-server, a store folder, a coordinator process."""
 
 from __future__ import annotations
 
@@ -15,13 +12,6 @@ from tests.support.coordinator import Coordinator, FakeWorker
 from tests.support.redis import RedisServer, redis_client, redis_server
 
 __all__ = ["redis_client", "redis_server"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.stem.startswith("test_engine"))  # the longest goes first
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("engine" if name.startswith("test_engine") else name))
 
 
 @pytest.fixture
