@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,19 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def free_pair() -> int:
+    """A free port whose successor is free too."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(first.getsockname()[1])
+            try:
+                held.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+            except OSError:
+                continue
+        return port
 
 
 @dataclass(kw_only=True)

@@ -57,6 +57,7 @@ REAL = [
     (False, (), (), ""),
     (True, ("--disable-radix-cache",), (), "disable_radix_cache = False"),
     (True, (), ("--pp-size", "2"), "pp_size = 2"),
+    (False, (), ("--tp-size", "16", "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:25000"), ""),
     (True, (), ("--tokenizer-worker-num", "2"), "tokenizer_worker_num = 2"),
     (True, (), ("--allow-auto-truncate",), "allow_auto_truncate = True"),
     (False, (), ("--cuda-graph-backend-prefill", "full"), "cuda_graph_config.prefill.backend = 'full'"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..contracts.errors import EngineError, ErrorCode
+from .hosts import ALONE, Nodes
 
 OURS = {
     "--model-path": "give it as --model",
@@ -18,6 +19,10 @@ OURS = {
     "--tensor-parallel-size": "give it as --tp before the --",
     "--tp": "give it before the --",
     "--trust-remote-code": "give it before the --",
+    "--nnodes": "give it before the --",
+    "--node-rank": "give it before the --",
+    "--dist-init-addr": "give it before the --",
+    "--nccl-init-addr": "give it as --dist-init-addr before the --",
 }
 
 CACHED = "tokens from a prefix cache have no states"
@@ -33,7 +38,6 @@ ONE_PROCESS = "replies are matched with tap files in one process"
 PIPELINE = "a pipeline stage sees only its own layers"
 PREFILL_GRAPH = "taps do not run in the replay of a prefill graph"
 SCATTERED = "it scatters the residual stream over ranks"
-SEVERAL_HOSTS = "an engine over several hosts is not supported yet"
 TRUNCATE = "a prompt would be cut in silence"
 TWO_BATCH = "two-batch overlap splits a forward"
 
@@ -80,7 +84,6 @@ REFUSED = {
     "--is-embedding": NO_PREFILL,
     "--moe-data-parallel-size": DATA_PARALLEL,
     "--moe-dp-size": DATA_PARALLEL,
-    "--nnodes": SEVERAL_HOSTS,
     "--pipeline-parallel-size": PIPELINE,
     "--pp": PIPELINE,
     "--pp-size": PIPELINE,
@@ -134,15 +137,18 @@ def server_argv(
     cpu: bool,
     extra: Sequence[str],
     cpu_attention: str = "torch_native",
+    nodes: Nodes = ALONE,
 ) -> list[str]:
     """The command line of SGLang (the server process adds the flags that turn CUDA graphs off). Raises EngineError ``flag_refused``.
 
-    ``cpu_attention``: the attention backend where ``cpu`` is set.
+    ``cpu_attention``: the attention backend where ``cpu`` is set. ``nodes``: where this launcher stands, where there are several hosts.
     """
     check_flags(extra)
     argv = ["--model-path", model, "--host", host, "--port", str(port), "--tp-size", str(tp)]
     # ids in, ids out; no states for cached tokens; prompts in the order they come; no request before the self-check
     argv += ["--skip-tokenizer-init", "--disable-radix-cache", "--schedule-policy", "fcfs", "--skip-server-warmup"]
+    if nodes.several:
+        argv += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank), "--dist-init-addr", nodes.address]
     if trust_remote_code:
         argv.append("--trust-remote-code")
     if cpu:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import secrets
@@ -18,21 +19,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..contracts.capture import NORM_FILE, READY_FILE
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
 from .cpu.backends import attention_backend
 from .draft import resolve_boundaries
 from .failure import FAILED_FILE, write_failure
 from .flags import check_environment, server_argv
+from .hosts import Head, Link, Member, Nodes
 from .settings import EngineSettings
 
 logger = logging.getLogger("statetap.engine")
 
 EXIT_FAILED = 3
 TRACKER_S = 5.0
+POLL_S = 0.2
+SETTLE_S = 3.0  # SGLang of one node fails as soon as another does: so long the reason may take to come from there
 TEMP_PREFIX = "statetap-"
 TEMP_FILE = ".engine-temp"  # in the tap: where this engine's temp folder is
 PR_SET_PDEATHSIG = 1
@@ -45,7 +51,10 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tap", required=True, type=Path, help="tap folder, on a tmpfs that the workers share")
     parser.add_argument("--host", default="127.0.0.1", help="address that the engine listens on")
     parser.add_argument("--port", type=int, default=30000, help="port that the engine listens on")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size, over all hosts")
+    parser.add_argument("--nnodes", type=int, default=1, help="hosts of this engine, of tensor parallel ranks alone")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is; 0 has the HTTP service and the tap")
+    parser.add_argument("--dist-init-addr", default="", help="HOST:PORT of node 0, where the hosts meet; the port after it is used too")
     parser.add_argument("--boundaries", default="default", help="comma-separated, or default = [2, L//2, L-3]")
     parser.add_argument("--draft-config", type=Path, help="config.json of an EAGLE-3 drafter: its boundaries, in place of --boundaries")
     parser.add_argument("--final", default="pre", choices=("pre", "post", "both", "none"), help="final state to capture")
@@ -64,7 +73,9 @@ def main(argv: list[str] | None = None) -> None:
     args.tap.mkdir(parents=True, exist_ok=True)
     for stale in (READY_FILE, FAILED_FILE):
         (args.tap / stale).unlink(missing_ok=True)
+    nodes = Nodes(count=args.nnodes, rank=args.node_rank, address=args.dist_init_addr)
     try:
+        nodes.check(args.tp)
         settings = _settings(args)
         check_environment(dict(os.environ))
         argv_sglang = server_argv(
@@ -76,11 +87,33 @@ def main(argv: list[str] | None = None) -> None:
             cpu=args.cpu,
             extra=extra,
             cpu_attention=attention_backend(args.model) if args.cpu else "",
+            nodes=nodes,
         )
+        link = _link(nodes, args, settings, extra) if nodes.several else None
     except StatetapError as e:
         write_failure(args.tap, e)
         sys.exit(EXIT_FAILED)
-    sys.exit(_supervise(settings, args, argv_sglang))
+    sys.exit(_supervise(settings, args, argv_sglang, link))
+
+
+def _link(nodes: Nodes, args: argparse.Namespace, settings: EngineSettings, extra: list[str]) -> Link:
+    """To the launchers of the other nodes. What decides over the taps must be the same on all: reading a boundary communicates."""
+    facts = {
+        "statetap": __version__,
+        "sglang": version("sglang"),
+        "--model": args.model,
+        "--nnodes": nodes.count,
+        "--tp": args.tp,
+        "boundaries": settings.boundaries,
+        "--final": args.final,
+        "--trust-remote-code": args.trust_remote_code,
+        "flags after --": extra,
+    }
+    if nodes.rank == 0:
+        return Head(nodes, facts, timeout_s=args.start_timeout)
+    member = Member(nodes, facts)
+    member.join(args.start_timeout)
+    return member
 
 
 def _settings(args: argparse.Namespace) -> EngineSettings:
@@ -94,13 +127,14 @@ def _settings(args: argparse.Namespace) -> EngineSettings:
         "boot_id": boot_id,
         "notify": f"statetap-{boot_id}",
         "cpu": args.cpu,
+        "node_rank": args.node_rank,
         "url": f"http://{args.host}:{args.port}",
         "start_timeout_s": args.start_timeout,
     }
     return EngineSettings(**{**vars(EngineSettings.from_env()), **ours})
 
 
-def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: list[str]) -> int:
+def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: list[str], link: Link | None) -> int:
     # SGLang names its sockets and shared-memory segments after temp files: a temp folder of its own tells which are this engine's.
     _clean_after_killed(args.tap)
     temp = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX))
@@ -116,17 +150,19 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
             [sys.executable, "-m", "statetap.engine.server", *argv_sglang],
             env=environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_die_with_parent if args.node_rank == 0 else _be_killed_with_parent,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: _stop(server, args.grace))
-        code = server.wait()
-        if not _STOPPING and not (args.tap / READY_FILE).exists():
+            signal.signal(number, lambda *_: _stop(server, args.grace, args.node_rank))
+        code = server.wait() if link is None else _wait(server, link)
+        if link is None and not _STOPPING and not (args.tap / READY_FILE).exists():
             # The first reason stays: this one is for ends that no code of ours saw (a crash in SGLang's own processes).
             write_failure(
                 args.tap, EngineError(ErrorCode.ENGINE_START_FAILED, f"SGLang ended with {code} before the engine was ready: read its log")
             )
         _end_group(server.pid)  # schedulers that outlived it
+        if link is not None:
+            return _end_of_node(code, args, link)
         return (
             EXIT_FAILED
             if (args.tap / FAILED_FILE).exists()
@@ -141,15 +177,50 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
         shutil.rmtree(temp, ignore_errors=True)
 
 
+def _wait(server: subprocess.Popen[bytes], link: Link) -> int:
+    """The exit code of the server process, which does not outlive the link to the other nodes."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return server.wait(POLL_S)
+        if link.ended is not None:
+            _end_group(server.pid)
+
+
+def _end_of_node(code: int, args: argparse.Namespace, link: Link) -> int:
+    """The exit code of one of several nodes, whose server process ended with ``code``. Tells the other nodes why."""
+    failed, node = args.tap / FAILED_FILE, args.node_rank
+    if not _STOPPING:
+        # Without an error it was node 0 that stopped all ranks: it says so when it has drained.
+        ended = link.ended or (None if failed.exists() else link.wait(SETTLE_S if code else args.grace))
+        if ended is not None and ended.clean and node != 0:
+            logger.info("node %d ends: %s", node, ended.reason)
+        else:
+            reason = (
+                f"SGLang of node {node} ended with {code}: read its log" if ended is None else f"node {node} cannot go on: {ended.reason}"
+            )
+            write_failure(args.tap, EngineError(ErrorCode.ENGINE_UNREACHABLE, reason))  # logs it; the first that was written stays
+    if failed.exists():
+        link.close(json.loads(failed.read_text())["message"], clean=False)
+        return EXIT_FAILED
+    link.close("it was stopped", clean=True)
+    return 0
+
+
 _STOPPING: list[bool] = []
 
 
-def _stop(server: subprocess.Popen[bytes], grace: float) -> None:
-    """SGLang drains on SIGTERM; an alarm ends it when it takes too long."""
+def _stop(server: subprocess.Popen[bytes], grace: float, node_rank: int) -> None:
+    """SGLang drains on SIGTERM; an alarm ends it when it takes too long.
+
+    Of several nodes only node 0 can drain: the others serve it until it ends, and end with the link.
+    """
     if _STOPPING:
         return
     _STOPPING.append(True)
-    server.terminate()
+    if node_rank == 0:
+        server.terminate()
+    else:
+        logger.info("node %d ends when node 0 has, or in %.0f s", node_rank, grace)
 
     signal.signal(signal.SIGALRM, lambda *_: _end_group(server.pid))
     signal.setitimer(signal.ITIMER_REAL, grace)
@@ -193,6 +264,11 @@ def _members(group: int) -> list[int]:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _be_killed_with_parent() -> None:
+    """On further hosts SGLang takes SIGTERM for a word that node 0 will soon say; its ranks die with it by their own such signal."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _remove_segments(temp: Path) -> None:

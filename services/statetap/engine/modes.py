@@ -22,7 +22,6 @@ from .flags import (
     PIPELINE,
     PREFILL_GRAPH,
     SCATTERED,
-    SEVERAL_HOSTS,
     TRUNCATE,
     TWO_BATCH,
 )
@@ -40,7 +39,6 @@ RESOLVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attn_cp_size": (_ONE, CONTEXT_PARALLEL),
     "dcp_size": (_ONE, CONTEXT_PARALLEL),
     "enable_prefill_cp": (_OFF, CONTEXT_PARALLEL),
-    "nnodes": (_ONE, SEVERAL_HOSTS),
     "enable_two_batch_overlap": (_OFF, TWO_BATCH),
     "enable_layernorm_sp": (_OFF, SCATTERED),
     "enable_attn_tp_input_scattered": (_OFF, SCATTERED),

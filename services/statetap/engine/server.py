@@ -1,4 +1,5 @@
 """``python -m statetap.engine.server``: the process that becomes SGLang's HTTP server, with the capture plugin, and says READY.
+(On the further hosts of an engine over several it holds SGLang's ranks of that host, and none of this.)
 
 Invariant: READY.json is written only after a captured probe request went the whole way and its self-check passed. SGLang's spawned
 children import this module again, so the CPU stand-ins are put in place at the top.
@@ -15,7 +16,9 @@ if os.environ.get("STATETAP_ENGINE_CPU") == "1":
 
 import json
 import logging
+import multiprocessing
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -35,6 +38,7 @@ from statetap.engine.settings import EngineSettings, current
 logger = logging.getLogger("statetap.engine")
 
 PROBE_TOKENS = 48
+WATCH_S = 0.5
 
 
 def main(argv: list[str]) -> None:
@@ -61,19 +65,67 @@ def _serve(settings: EngineSettings, argv: list[str]) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    # In this process replies wait for the outcomes that the schedulers' writers send.
-    replies.OUTCOMES = outcomes = Outcomes(settings.notify)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     server_args = prepare_server_args(argv)
-    add_metrics(outcomes)
-    threading.Thread(target=_become_ready, args=(settings, outcomes), name="statetap-ready", daemon=True).start()
+    ranks = _Ranks(settings) if settings.node_rank else None
+    if ranks is None:
+        # In this process replies wait for the outcomes that the schedulers' writers send.
+        replies.OUTCOMES = outcomes = Outcomes(settings.notify)
+        add_metrics(outcomes)
+        threading.Thread(target=_become_ready, args=(settings, outcomes), name="statetap-ready", daemon=True).start()
+    else:  # no HTTP service, no tap: SGLang waits here for its ranks to end
+        threading.Thread(target=ranks.watch, name="statetap-ranks", daemon=True).start()
     try:
         run_server(server_args)
+        if ranks is not None and ranks.failed():
+            sys.exit(1)
+    except Exception:
+        if ranks is None or not ranks.stopped():
+            raise  # up to 0.5.17 SGLang goes on from there into an HTTP server that it has not
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+class _Ranks:
+    """SGLang's processes on a further host. SGLang waits there for one after the other to end, and then for nothing: however they ended."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._seen: dict[int | None, Any] = {}
+
+    def watch(self) -> None:
+        """End this process with the first rank that fails, or when all were stopped. For a thread of its own."""
+        while True:
+            if self.failed():
+                os._exit(1)
+            if self.stopped():
+                os._exit(0)
+            time.sleep(WATCH_S)
+
+    def stopped(self) -> bool:
+        """Whether node 0 has stopped all ranks, in order."""
+        self._look()
+        return bool(self._seen) and all(p.exitcode == 0 for p in self._seen.values())
+
+    def _look(self) -> None:
+        self._seen |= {p.pid: p for p in multiprocessing.active_children()}
+
+    def failed(self) -> bool:
+        """Whether a rank ended with an error.
+
+        An exception may be another host's fault, whose launcher knows more; who was killed (out of memory) was so on this host.
+        """
+        self._look()
+        ended = {pid: p.exitcode for pid, p in self._seen.items() if p.exitcode}
+        for pid, code in ended.items():
+            said = f"SGLang's process {pid} of node {self._settings.node_rank} ended with {code}"
+            logger.error(said)
+            if code == -signal.SIGKILL:
+                write_failure(self._settings.tap_dir, EngineError(ErrorCode.ENGINE_UNREACHABLE, f"{said}: it was killed (out of memory?)"))
+        return bool(ended)
 
 
 def add_metrics(outcomes: Outcomes) -> None:

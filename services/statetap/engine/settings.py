@@ -47,6 +47,8 @@ class EngineSettings:
     """Seconds from the start until the probe must have passed."""
     writers: int = 4
     """Writer threads; a request belongs to one of them."""
+    node_rank: int = 0
+    """Which host of an engine over several this is; the HTTP service, the tap and READY are those of 0."""
     cpu: bool = False
     """Real SGLang without a GPU (tests, demo)."""
     allow_unchecked: bool = False
