@@ -89,6 +89,19 @@ GOOD: dict[str, Values] = {
     "a bucket by the cloud's identity": with_(
         {"store": {"samples": {"url": "s3://drafts", "region": "eu-west-1", "serviceAccount": "drafts"}}}
     ),
+    "two hosts": with_(
+        {
+            "model": {"name": "/models/m", "trustRemoteCode": True},
+            "engine": {"hosts": 2, "gpus": 8, "replicas": 3, "env": {"NCCL_DEBUG": "INFO"}},
+        },
+        {"engine": {"sglang": ["--chunked-prefill-size", "8192"], "podLabels": {"team": "x"}}},
+        {"store": {"samples": {"url": "s3://drafts", "serviceAccount": "drafts"}}},
+        {"monitor": {"enabled": True, "engines": True}, "coordinator": {"metricsOpen": True}, "networkPolicy": {"monitoring": [PEER]}},
+    ),
+    "many hosts, scaled": with_(
+        {"engine": {"hosts": 4, "gpus": 1, "maxUnavailable": 0}, "modelCache": {"kind": "emptyDir"}},
+        {"autoscaling": {"enabled": True, "prometheus": "http://prometheus:9090"}, "fullnameOverride": "capture-" + "x" * 60},
+    ),
     "under another chart": with_({"global": {"storageClass": "x"}}),
 }
 
@@ -132,6 +145,14 @@ BAD: dict[str, tuple[Values, str]] = {
     "a timeout of weeks": (with_({"engine": {"startTimeoutSeconds": 1_000_000}}), "/engine/startTimeoutSeconds"),
     "a flag that breaks capture": (with_({"engine": {"sglang": ["--enable-torch-compile"]}}), "/engine/sglang/0"),
     "an engine over two hosts": (with_({"engine": {"sglang": ["--context-length", "8192", "--nnodes=2"]}}), "/engine/sglang/2"),
+    "which host by a flag": (with_({"engine": {"hosts": 2, "sglang": ["--node-rank=1"]}}), "/engine/sglang/0"),
+    "no host": (with_({"engine": {"hosts": 0}}), "/engine/hosts"),
+    "several hosts without a GPU": (with_({"engine": {"hosts": 2, "cpu": True, "gpus": 0}}), "/engine/cpu"),
+    "the tiny model on several hosts": (with_({"model": {"name": "tiny"}, "engine": {"hosts": 2}}), "/engine/cpu"),
+    "several hosts and a model on one": (
+        with_({"engine": {"hosts": 2}, "modelCache": {"accessMode": "ReadWriteOnce"}, "nodeSelector": {"a": "b"}}),
+        "/modelCache/accessMode",
+    ),
     "tensor parallel by a flag": (with_({"engine": {"sglang": ["--tp", "2"]}}), "/engine/sglang/0"),
     "flags in one text": (with_({"engine": {"sglang": "--context-length 8192"}}), "/engine/sglang"),
     "boundaries in words": (with_({"model": {"boundaries": "first,last"}}), "/model/boundaries"),

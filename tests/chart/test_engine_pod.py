@@ -27,7 +27,7 @@ def values(name: str) -> dict[str, Any]:
 
 
 def engine_pod(name: str) -> Any:
-    return typed(name).one("StatefulSet", "engine").spec.template.spec
+    return typed(name).engine()
 
 
 @pytest.mark.parametrize("name", MANY)

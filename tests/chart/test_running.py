@@ -80,7 +80,7 @@ def test_every_pod_starts_a_module_that_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_the_launcher_takes_the_engines_arguments(name: str) -> None:
-    engine = container(typed(name).one("StatefulSet", "engine").spec.template.spec, "engine")
+    engine = container(typed(name).engine(), "engine")
     args, sglang = parse_args(engine.args)
     check_flags(sglang)
     given = GOOD[name].get("engine", {})
@@ -101,7 +101,7 @@ def test_the_settings_take_the_environments(name: str, monkeypatch: pytest.Monke
     assert settings.store == Path("/store") and settings.model_dirs == (Path("/models"),)
     set_environment(monkeypatch, environment(container(release.one("Deployment", "ingest").spec.template.spec, "ingest")))
     assert IngestionSettings().store == Path("/store")
-    pod = release.one("StatefulSet", "engine").spec.template.spec
+    pod = release.engine()
     for worker in pod.containers:
         set_environment(monkeypatch, environment(worker))
         assert WorkerSettings().workers_per_engine == len(pod.containers)

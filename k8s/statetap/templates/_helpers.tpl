@@ -36,15 +36,6 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if hasSuffix "Ti" . }}{{ mul $n 1048576 }}{{ else if hasSuffix "Gi" . }}{{ mul $n 1024 }}{{ else }}{{ $n }}{{ end -}}
 {{- end }}
 
-{{- /* What is written to an emptyDir in memory counts against the container that wrote it: the engine writes tap and shm. */}}
-{{- define "statetap.engine.memory" -}}
-{{- $e := .Values.engine -}}
-{{- if lt (include "statetap.mib" $e.memory | int64) (include "statetap.mib" $e.ring | int64) -}}
-{{- fail (printf "engine.memory (%s) holds the ring: it must be above engine.ring (%s)" $e.memory $e.ring) -}}
-{{- end -}}
-{{- printf "%dMi" (add (include "statetap.mib" $e.memory | int64) (include "statetap.mib" $e.tap | int64) (include "statetap.mib" $e.shm | int64)) -}}
-{{- end }}
-
 {{- /* Workers drain and commit, then the engine stops (sidecars end last), then what is left of a margin. */}}
 {{- define "statetap.engine.grace" -}}
 {{- add (int .Values.workers.drainSeconds) (int .Values.workers.commitSeconds) (int .Values.engine.stopSeconds) 15 -}}

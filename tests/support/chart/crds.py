@@ -1,7 +1,8 @@
 """The custom resources that the chart makes, strictly typed after their public API documents: the fields that are used here, no others.
 
 ServiceMonitor: the Prometheus operator's API reference, monitoring.coreos.com/v1. ScaledObject: KEDA's "ScaledObject specification" and
-"Prometheus scaler", keda.sh/v1alpha1; behavior is Kubernetes' own autoscaling/v2.
+"Prometheus scaler", keda.sh/v1alpha1; behavior is Kubernetes' own autoscaling/v2. LeaderWorkerSet: api/leaderworkerset/v1 of
+kubernetes-sigs/lws; its pod templates are Kubernetes' own, and held against those (objects.py).
 """
 # ruff: noqa: N815  (their names)
 
@@ -119,6 +120,26 @@ class ScaledObject(Strict):
     spec: ScaledObjectSpec
 
 
+class LeaderWorkerTemplate(Strict):
+    size: int = Field(ge=2)
+    restartPolicy: Literal["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+    leaderTemplate: dict[str, Any]
+    workerTemplate: dict[str, Any]
+
+
+class LeaderWorkerSetSpec(Strict):
+    replicas: int | None = Field(default=None, ge=0, le=1_000_000)
+    startupPolicy: Literal["LeaderCreated", "LeaderReady"]
+    leaderWorkerTemplate: LeaderWorkerTemplate
+
+
+class LeaderWorkerSet(Strict):
+    apiVersion: Literal["leaderworkerset.x-k8s.io/v1"]
+    kind: Literal["LeaderWorkerSet"]
+    metadata: Metadata
+    spec: LeaderWorkerSetSpec
+
+
 def _checker(model: type[Strict]) -> Callable[[dict[str, Any]], list[str]]:
     def check(item: dict[str, Any]) -> list[str]:
         try:
@@ -133,4 +154,5 @@ def _checker(model: type[Strict]) -> Callable[[dict[str, Any]], list[str]]:
 CRDS = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _checker(ServiceMonitor),
     ("keda.sh/v1alpha1", "ScaledObject"): _checker(ScaledObject),
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _checker(LeaderWorkerSet),
 }

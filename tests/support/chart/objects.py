@@ -13,11 +13,13 @@ from typing import Any
 
 import jsonschema_rs
 from lightkube import codecs
+from lightkube.models.core_v1 import PodTemplateSpec
 
 from tests.support.chart.crds import CRDS
 from tests.support.chart.helm import definitions
 
 Objects = list[dict[str, Any]]
+POD_TEMPLATE = "io.k8s.api.core.v1.PodTemplateSpec"
 
 
 @functools.cache
@@ -46,13 +48,25 @@ def problems(item: dict[str, Any], kubernetes: str) -> list[str]:
     where = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
     key = (item.get("apiVersion", ""), item.get("kind", ""))
     if key in CRDS:
-        return [f"{where}: {e}" for e in CRDS[key](item)]
+        found = [f"{where}: {e}" for e in CRDS[key](item)]
+        for name, template in pod_templates(item):
+            errors = _validator(kubernetes, POD_TEMPLATE).iter_errors(template)
+            found += [f"{where}: {name}/{'/'.join(map(str, e.instance_path))}: {e.message[:300]}" for e in errors]
+            found += [f"{where}: {name}{path} is empty" for path in _nulls(template)]
+        return found
     if key not in _names(kubernetes):
         return [f"{where}: {key[0]} {key[1]} is not of Kubernetes {kubernetes}"]
     errors = _validator(kubernetes, _names(kubernetes)[key]).iter_errors(item)
     found = [f"{where}: {'/'.join(map(str, e.instance_path))}: {e.message[:300]}" for e in errors]
     # The schemas let null stand for anything; what a template leaves empty is a mistake of ours.
     return found + [f"{where}: {path} is empty" for path in _nulls(item)]
+
+
+def pod_templates(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, template) of the pods of a LeaderWorkerSet's group: leader, then further hosts. Of another kind nothing."""
+    if item["kind"] == "LeaderWorkerSet":
+        group = item["spec"]["leaderWorkerTemplate"]
+        yield from ((name, group[name]) for name in ("leaderTemplate", "workerTemplate"))
 
 
 def _nulls(node: Any, path: str = "") -> Iterator[str]:
@@ -79,8 +93,17 @@ class Typed:
     def custom(self, kind: str) -> Objects:
         return [o for o in self.plain if o["kind"] == kind]
 
+    def engine(self) -> Any:
+        """Spec of the pod with an engine's HTTP service and workers: of the StatefulSet, or the leader of a LeaderWorkerSet."""
+        (found,) = (spec for _, labels, spec in self.pods() if labels["app.kubernetes.io/component"] == "engine")
+        return found
+
     def pods(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, labels, spec) of every pod that the release makes."""
+        for item in self.plain:
+            for _, template in pod_templates(item):
+                made = PodTemplateSpec.from_dict(template)
+                yield item["metadata"]["name"], made.metadata.labels, made.spec
         for o in self.all:
             if o.kind in ("Deployment", "StatefulSet"):
                 yield o.metadata.name, o.spec.template.metadata.labels, o.spec.template.spec

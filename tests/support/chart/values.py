@@ -71,15 +71,31 @@ class Placement(Section):
 _flags = "|".join(sorted(REFUSED | OURS))
 
 
+SEVERAL_HOSTS = has(hosts={"minimum": 2})
+
+
 class Engine(Placement):
     model_config = ConfigDict(
-        json_schema_extra={"allOf": [when(has(cpu=const(True)), has(gpus=const(0)), {"properties": {"gpus": {"minimum": 1}}})]},
+        json_schema_extra={
+            "allOf": [
+                when(has(cpu=const(True)), has(gpus=const(0)), {"properties": {"gpus": {"minimum": 1}}}),
+                when(SEVERAL_HOSTS, {"properties": {"cpu": const(False)}}),
+            ]
+        },
     )
 
     replicas: int = Field(
         default=1, ge=0, le=1000, description="Engines; each is a pod with its workers. Left to KEDA where autoscaling is on."
     )
-    gpus: int = Field(default=1, ge=0, le=16, description="GPUs of an engine, which is its tensor parallel size. 0 with engine.cpu only.")
+    hosts: int = Field(
+        default=1,
+        ge=1,
+        le=32,
+        description="Hosts of an engine. Above 1 an engine is a group of so many pods, by a LeaderWorkerSet, whose controller the cluster then needs.",
+    )
+    gpus: int = Field(
+        default=1, ge=0, le=16, description="GPUs of a pod; times engine.hosts they are the tensor parallel size. 0 with engine.cpu only."
+    )
     gpuResource: str = Field(
         default="nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", description="Resource name of a GPU (a MIG slice has its own)."
     )
@@ -354,6 +370,8 @@ class Values(Section):
                 ),
                 # An open coordinator is for a closed network; an Ingress is the opposite.
                 when(has(ingress=has(enabled=const(True))), {"properties": {"coordinator": {"properties": {"allowNoAuth": const(False)}}}}),
+                # The pods of a group are on hosts of their own, and all of them read the model.
+                when(has(engine=SEVERAL_HOSTS), {"properties": {"modelCache": {"properties": {"accessMode": const("ReadWriteMany")}}}}),
                 # Two pods at once would make the model in one place.
                 when(has(model=has(name=const("tiny"))), has(engine=has(cpu=const(True), replicas={"maximum": 1}))),
             ]
