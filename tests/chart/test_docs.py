@@ -1,53 +1,54 @@
-"""docs/howto/cluster.md: its commands run here, or say that they need a cluster; what it names is there."""
+"""docs/howto: the commands of helm run here, or say that they need a cluster; values render; what cluster.md names is there.
+
+What holds for every command of these pages: tests/unit/test_howto.py.
+"""
 
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
+import yaml
 
-from statetap.cli.main import app
-from tests.chart.sets import BAD, GOOD
-from tests.support.chart.generate import rows
-from tests.support.chart.helm import EXAMPLES, ROOT, VERSIONS, fetch, helm
+from tests.chart.sets import BAD, GOOD, merged
+from tests.support.chart.helm import EXAMPLES, ROOT, VERSIONS, fetch, helm, render
+from tests.support.howto import FOLDER, PAGES, blocks, commands, spans, values
 
-PAGE = (ROOT / "docs" / "howto" / "cluster.md").read_text()
-BLOCKS = re.findall(r"(<!-- needs a cluster -->\n)?```bash\n(.*?)```", PAGE, re.S)
-ALL = [shlex.split(line, comments=True) for _, block in BLOCKS for line in block.splitlines()]
-HERE = [line for mark, block in BLOCKS if not mark for line in block.splitlines()]
+PAGE = (FOLDER / "cluster.md").read_text()
+HELM = [c for p in PAGES for c in commands(p.read_text()) if c.begins("helm")]
+HERE = [c for c in HELM if not c.needs]
+VALUES = [(p.name, b) for p in PAGES for b in blocks(p.read_text(), "yaml") if "services:" not in b]
 
 
-@pytest.mark.parametrize("line", HERE)
-def test_a_command_that_needs_no_cluster_runs(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [c.words for c in HERE], ids=" ".join)
+def test_a_command_that_needs_no_cluster_runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    program, *arguments = shlex.split(line)
-    assert program == "helm"
-    done = helm(*arguments)
+    done = helm(*words[1:])
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_that_needs_a_cluster_names_files_and_verbs_that_are_there() -> None:
-    assert len(HERE) == 2 and len(ALL) > 8
-    for command in ALL:
-        assert command[0] in ("helm", "kubectl", "statetap")
-        for argument in command:
-            if argument.startswith("k8s/"):
-                assert (ROOT / argument).exists()
-        if command[0] == "helm":
-            verb = next(a for a in command[1:] if a in ("install", "upgrade", "rollback", "uninstall", "test", "lint", "template"))
-            assert helm(verb, "--help").returncode == 0
-        if command[:2] == ["statetap", "keys"]:
-            assert "keys" in {g.name for g in app.registered_groups}
+def test_a_command_that_needs_a_cluster_has_a_verb_and_options_that_helm_has() -> None:
+    assert len(HERE) > 2 and len(HELM) > 8
+    named = [(c.words, c.text) for c in HELM] + [(s.split(), s) for p in PAGES for s in spans(p.read_text()) if s.startswith("helm ")]
+    for words, text in named:
+        verb = next(w for w in words[1:] if re.fullmatch("[a-z]+", w) and w != "capture")
+        said = helm(verb, "--help")
+        assert said.returncode == 0 and f"helm {verb} " in said.stdout, text
+        for option in (w for w in words if w.startswith("-")):
+            assert re.search(rf"(^|[ ,]){option}\b", said.stdout, re.M), f"{text}: {option}"
 
 
-def test_values_and_examples_that_the_page_names_are_there() -> None:
-    known = {path for path, *_ in rows()}
-    sections = {p[: m.start()] for p in known for m in re.finditer(r"\.", p)}
+@pytest.mark.parametrize(("page", "block"), VALUES)
+def test_values_of_a_page_render_over_an_example(page: str, block: str) -> None:
+    assert render(merged(GOOD["example single-gpu"], yaml.safe_load(block)))
+
+
+def test_examples_and_values_that_the_page_names_are_there() -> None:
     named = set(re.findall(r"`([a-zA-Z]+(?:\.[a-zA-Z]+)+)(?::[^`]*)?`", PAGE))
-    assert len(named) > 20 and named <= known | sections
+    assert len(named) > 20, "that they are values, tests/unit/test_howto.py sees"
+    last = {path.rpartition(".")[2] for path in values()}
     for name in ("keep", "maxReplicas", "scaleDownSeconds", "allowNoAuth"):
-        assert f"`{name}`" in PAGE and name in {p.rpartition(".")[2] for p in known}
+        assert f"`{name}`" in PAGE and name in last
     for example in EXAMPLES.glob("*.yaml"):
         assert f"[{example.stem}](../../k8s/examples/{example.name})" in PAGE
 
