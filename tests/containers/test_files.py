@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.howto import FOLDER, blocks
+
 ROOT = Path(__file__).parents[2]
 COMPOSE = "".join((ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.s3.yml"))
 EXAMPLE = (ROOT / ".env.example").read_text()
@@ -76,6 +78,28 @@ def test_every_profile_is_valid(docker_environment: dict[str, str], profile: str
 def test_the_example_starts_the_gpu_stack(docker_environment: dict[str, str]) -> None:
     services = config(docker_environment, "config", "--services", env_file=ROOT / ".env.example")
     assert services.returncode == 0 and {"engine", "worker"} <= set(services.stdout.split()), services.stderr
+
+
+@pytest.mark.parametrize("page", ["big-models", "external-redis"])
+def test_compose_takes_the_overrides_of_the_howtos(docker_environment: dict[str, str], page: str, tmp_path: Path) -> None:
+    """Seen to fail with ``depends_on`` of the external Redis left out (``redis`` is of a profile that is off), and without its ``networks``."""
+    (text,) = (b for b in blocks((FOLDER / f"{page}.md").read_text(), "yaml") if "services:" in b)
+    (tmp_path / "override.yml").write_text(text)
+    files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(tmp_path / "override.yml"))
+    done = config(docker_environment, *files, "config", "--format", "json", env_file=ROOT / ".env.example")
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    assert {"coordinator", "ingest", "engine", "worker"} <= services.keys()
+    if page == "external-redis":
+        assert "redis" not in services and not any("redis" in s.get("depends_on", {}) for s in services.values())
+        reach = {n for n, s in services.items() if {"egress", "public"} & set(s["networks"])}
+        assert {"coordinator", "ingest", "worker"} <= reach, "who speaks to Redis gets out"
+        assert services["worker"]["depends_on"].keys() == {"engine"}
+    else:
+        assert services["engine"]["environment"]["STATETAP_ENGINE_RING_BYTES"] == str(16 << 30)
+        assert services["engine"]["environment"]["STATETAP_ENGINE_DEADLINE_S"] == "60", "what was there stays"
+        assert services["worker"]["environment"]["STATETAP_DRAIN_S"] == "120" and services["worker"]["stop_grace_period"] == "3m0s"
+        assert "--trust-remote-code" in services["engine"]["command"] and services["engine"]["command"][-1] == "--"
 
 
 def test_a_missing_model_stops_with_a_sentence(docker_environment: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ In order: what is left of the stack when it is down is the last test's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,10 @@ import moto
 import pytest
 
 from statetap.cli.compare import compare_job
+from statetap.coordinator.keyfile import read_keys
 from statetap.store.reader import JobDataset
 from statetap.store.verify import verify_job
-from tests.containers.compose import Stack
+from tests.containers.compose import UID, Stack
 from tests.containers.private import run
 from tests.support.figures import print_figure
 from tests.support.stack import tokenized
@@ -116,6 +118,17 @@ def test_stop_during_a_job_loses_nothing_and_the_next_up_goes_on(stack: Stack, t
     assert verify_job(files, stack.store / "datasets" / end.dataset_id / "rows.arrow").ok
 
 
+def test_a_key_is_made_in_a_container_of_its_own(stack: Stack, tmp_path: Path) -> None:
+    """As docs/howto/gpu-host.md has it, with this folder in place of ./keys."""
+    (tmp_path / "keys").mkdir()
+    os.chown(tmp_path / "keys", UID, UID)
+    volume = f"{tmp_path / 'keys'}:/keys"
+    command = ["statetap", "keys", "add", "alice", "--scope", "write", "--file", "/keys/keys.txt"]
+    key = stack.compose("run", "--rm", "--no-deps", "-v", volume, "coordinator", *command).strip()
+    (found,) = read_keys(tmp_path / "keys" / "keys.txt")
+    assert key.startswith("st_") and found.name == "alice" and found.digest == hashlib.sha256(key.encode()).hexdigest()
+
+
 S3 = """
 services:
   s3:
@@ -138,10 +151,7 @@ for left in range(60):
 
 
 def test_with_the_second_file_samples_go_to_a_bucket(stack: Stack, tmp_path: Path) -> None:
-    """The S3 server is this environment's own (moto), in a container of the internal network.
-
-    Seen to fail with a worker without the variables: the job paused with ``Unable to locate credentials``.
-    """
+    """The S3 server is this environment's own (moto), in a container of the internal network."""
     tokenized(tmp_path / "rows.jsonl", 100, 60, seed=53)
     dataset = stack.upload(tmp_path / "rows.jsonl")
     override = tmp_path / "s3.yml"
