@@ -44,7 +44,7 @@ RUN_BY: dict[str, tuple[str, tuple[str, ...]]] = {
         ('"exec", "-T", "coordinator", "statetap"',),
     ),
     "docker compose run --rm --no-deps -v ./keys:/keys coordinator statetap keys add": (
-        f"{STACK}::test_a_key_is_made_in_a_container_of_its_own_and_opens_the_coordinator",
+        f"{STACK}::test_a_key_is_made_in_a_container_of_its_own",
         ('"run", "--rm", "--no-deps", "-v"', '"statetap", "keys", "add"'),
     ),
     "mkdir -p": (UP, ("self.store.mkdir()",)),
@@ -130,7 +130,7 @@ def problems(page: str, path: Path = FOLDER / "page.md") -> list[str]:
     found += [f"{name} is no variable of ours" for name in sorted(set(VARIABLE.findall(page)) - variables())]
     found += [f"{value} {unit} is not the figure {name}" for value, unit, name in quoted(page) if not _is_figure(name, value, unit)]
     found += [f"the link {target} leads nowhere" for target in re.findall(r"\]\(([^):]+)\)", page) if not _leads(path, target)]
-    found += [f"the block of {list(block)}: {what}" for block in map(_loaded, blocks(page, "yaml")) for what in _yaml(block)]
+    found += [f"the block of {list(block)}: {what}" for block in map(loaded, blocks(page, "yaml")) for what in _yaml(block)]
     return found
 
 
@@ -239,7 +239,7 @@ def _yaml(block: dict[str, Any]) -> Iterator[str]:
     if "services" not in block:
         yield from (f"{path} is no value of the chart" for path in _paths(block) if path not in values())
         return
-    compose = _loaded((ROOT / "docker-compose.yml").read_text())
+    compose = loaded((ROOT / "docker-compose.yml").read_text())
     for name, service in block["services"].items():
         if name not in compose["services"]:
             yield f"there is no service {name}"
@@ -247,7 +247,7 @@ def _yaml(block: dict[str, Any]) -> Iterator[str]:
         yield from (f"{n} is no variable of ours" for n in service.get("environment", ()) if n not in variables())
 
 
-def _loaded(text: str) -> dict[str, Any]:
+def loaded(text: str) -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         """Compose's own tags: what they say is not looked at."""
 

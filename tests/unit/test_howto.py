@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from statetap.cli import stack
+from statetap.cli.doctor import redis_server
+from statetap.cli.doctor.host import TESTED_SGLANG
+from statetap.contracts import PROTOCOL, SCHEMA_VERSION
 from statetap.contracts.boundaries import default_boundaries
 from statetap.contracts.layout import sample
 from statetap.contracts.sample_format import SampleFormat
@@ -20,8 +24,10 @@ from statetap.engine.launcher import parse_args
 from statetap.engine.model import NOT_ADMITTED
 from statetap.engine.plugin import check_ring
 from statetap.store.verify import verify_job
+from statetap.worker.settings import WorkerSettings
+from tests.support.chart.generate import defaults
 from tests.support.finished import FinishedJob
-from tests.support.howto import FOLDER, PAGES, ROOT, RUN_BY, blocks, commands, parts, problems, runs, spans
+from tests.support.howto import FOLDER, PAGES, ROOT, RUN_BY, blocks, commands, loaded, parts, problems, runs, spans
 from tests.support.jobs import profile
 
 TEXTS = {p.name: p.read_text() for p in PAGES}
@@ -128,6 +134,12 @@ def test_the_pages_address_with_an_authority_of_ones_own_is_one_that_the_clients
     client.close()
 
 
+def test_what_the_page_asks_of_a_redis_is_what_the_doctor_looks_for() -> None:
+    page = of("external-redis.md")
+    assert f"| {redis_server.OLDEST[0]}.{redis_server.OLDEST[1]} or later |" in page
+    assert f"a round trip below {redis_server.SLOW_S * 1000:.0f} ms" in page
+
+
 # big-models.md
 
 
@@ -160,7 +172,7 @@ def test_what_the_page_calls_refused_is_refused_for_that_reason() -> None:
 
 def override(name: str) -> dict[str, dict[str, object]]:
     (text,) = (b for b in blocks(of(name), "yaml") if "services:" in b)
-    return yaml.safe_load(re.sub(r"!\w+ ", "", text))["services"]
+    return dict(loaded(text)["services"])
 
 
 def test_the_launcher_takes_the_command_of_the_override() -> None:
@@ -175,6 +187,19 @@ def test_the_launcher_takes_the_command_of_the_override() -> None:
 
 
 # upgrades.md
+
+
+def test_the_times_and_versions_of_the_page_are_those_of_the_code() -> None:
+    page, compose = of("upgrades.md"), loaded((ROOT / "docker-compose.yml").read_text())["services"]
+    assert (SCHEMA_VERSION, PROTOCOL) == (1, 1) and page.count("now 1)") == 2
+    drain = WorkerSettings.model_fields["drain_s"].default
+    assert f"`STATETAP_DRAIN_S` ({drain:.0f} s; {defaults()['workers']['drainSeconds']} s in the chart)" in page
+    assert f"workers {stack.DRAIN_S:.0f} s, then the rest {stack.STOP_S:.0f} s" in page
+    grace = {name: str(compose[name]["stop_grace_period"]).rstrip("s") for name in ("worker", "engine", "coordinator")}
+    assert f"workers {grace['worker']} s, engine {grace['engine']} s, coordinator {grace['coordinator']} s" in page
+    assert f"{' and '.join(TESTED_SGLANG)} were tried" in page
+    (image,) = re.findall(r"\(`(lmsysorg/\S+)`\)", page)
+    assert f"FROM {image} AS gpu" in (ROOT / "images" / "engine" / "Dockerfile").read_text()
 
 
 def test_a_copy_of_a_store_is_whole_and_shares_what_it_shared(tmp_path: Path) -> None:
