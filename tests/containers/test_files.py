@@ -111,9 +111,11 @@ def test_a_bucket_is_for_coordinator_and_workers_who_may_leave_the_internal_netw
     docker_environment: dict[str, str], tmp_path: Path
 ) -> None:
     files = ("-f", "docker-compose.yml", "-f", "docker-compose.s3.yml", "--profile", "cpu")
-    missing = config(docker_environment, *files, "config")
+    (tmp_path / "env").write_text("STATETAP_MODEL=m\nAWS_ACCESS_KEY_ID=key\n")
+    missing = config(docker_environment, *files, "config", env_file=tmp_path / "env")
     assert missing.returncode != 0 and "name the bucket" in missing.stderr
-    (tmp_path / "env").write_text("STATETAP_SAMPLES=s3://drafts/train\nAWS_ACCESS_KEY_ID=key\n")
+    with (tmp_path / "env").open("a") as f:
+        f.write("STATETAP_SAMPLES=s3://drafts/train\n")
     done = config(docker_environment, *files, "config", "--format", "json", env_file=tmp_path / "env")
     assert done.returncode == 0, done.stderr
     services = json.loads(done.stdout)["services"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from statetap.contracts import keys
 from tests.support.jobs import token_rows
 from tests.support.redis import RedisServer
 from tests.support.workers import Rig, eventually
@@ -30,6 +31,22 @@ def test_redis_killed_under_load_comes_back_and_the_batch_goes_on(rig: Rig, redi
     job.wait_done()
     assert job.finish().done == ROWS and rig.stats()["requests"] == ROWS
     assert worker.popen.poll() is None and "Traceback" not in worker.log
+
+
+def test_a_redis_that_takes_no_writes_for_a_while_loses_no_worker(rig: Rig) -> None:
+    """Seen to fail with a keeper that heard only of broken connections: its thread ended, and the engine was never registered again."""
+    rig.start_engine()
+    worker = rig.start_worker()
+    eventually("the engine is registered", lambda: list(rig.redis.scan_iter(keys.ENGINES_PATTERN)))
+    rig.redis.config_set("maxmemory", 1)
+    eventually("a registration was refused", lambda: "doing=register error=OutOfMemoryError" in worker.log)
+    rig.redis.delete(*rig.redis.scan_iter(keys.ENGINES_PATTERN))
+    rig.redis.config_set("maxmemory", 0)
+    eventually("the engine is registered again", lambda: list(rig.redis.scan_iter(keys.ENGINES_PATTERN)))
+    job = rig.make_job(token_rows(20, 8))
+    job.give()
+    job.wait_done()
+    assert job.finish().done == 20 and worker.popen.poll() is None and "Traceback" not in worker.log
 
 
 def test_redis_wiped_under_load_costs_no_row(rig: Rig) -> None:

@@ -57,12 +57,13 @@ def workers_of(engines: Iterable[EngineInfo], profile_id: str) -> int:
 def start_command(profile: dict[str, Any] | None, model: str = "", boundaries: Sequence[int] | None = None) -> str:
     """The command that starts an engine of this profile (or of this model), with these boundaries in place of its own."""
     parts = ["statetap up --model", str(profile["model"]) if profile else model or "<model>"]
-    if profile and profile.get("revision"):
-        parts += ["--revision", str(profile["revision"])]
     if boundaries or profile:
         parts += ["--boundaries", ",".join(map(str, boundaries or (profile or {})["boundaries"]))]
     if profile:
         parts += ["--final", str(profile["final"])]
+        # Of a folder it is a fingerprint, which cannot be asked for.
+        if (revision := str(profile.get("revision", ""))) not in ("", "main") and not str(profile["model"]).startswith(("/", ".")):
+            parts += ["--", "--revision", revision]
     return " ".join(parts)
 
 

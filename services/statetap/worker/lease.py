@@ -34,6 +34,8 @@ PAUSE_TTL_S = 15
 LEFTOVER_TTL_S = 7 * 86_400  # of inflight and suspects: long enough for a job that is paused over a holiday
 WAITS_TTL_S = 30
 YIELD = "yield"
+AWAY = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError)
+"""Redis is away, or takes no writes for now: tried again, and never the end of a thread."""
 REMOVE_S = 5.0  # what the engine has in hand at a horse's end is written within this
 TICK_S = 1.0  # control is read, and the lease file touched, this often
 
@@ -145,7 +147,7 @@ class BatchKeys:
         while True:
             try:
                 return function()
-            except (redis.ConnectionError, redis.TimeoutError) as e:
+            except AWAY as e:
                 if give_up():
                     log.warning("event=redis_given_up doing=%s batch=%s error=%s", doing, self._field, type(e).__name__)
                     return None
@@ -262,7 +264,7 @@ class LeaseKeeper:
         self._thread.join()
         if not self.lost:
             # A batch of a small job is over before the first refresh.
-            with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+            with contextlib.suppress(*AWAY):
                 self._keys.tell_waits(self._worker_id, self._waits())
 
     def touch(self) -> None:
@@ -288,7 +290,7 @@ class LeaseKeeper:
                         return
                     refreshed = time.monotonic()
                     self._keys.tell_waits(self._worker_id, self._waits())
-            except (redis.ConnectionError, redis.TimeoutError) as e:
+            except AWAY as e:
                 # The next tick tries again; a lease that lapsed meanwhile is taken again or found lost then.
                 log.debug("event=lease_not_refreshed error=%s", type(e).__name__)
             except OSError as e:

@@ -34,7 +34,7 @@ from ..contracts.errors import EngineError
 from ..contracts.records import EngineInfo
 from . import drain
 from .context import Context, read_ready
-from .lease import connect, give_back, remove_lease_folder
+from .lease import AWAY, connect, give_back, remove_lease_folder
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ REGISTER_EVERY_S = keys.ENGINE_TTL_S / 3
 WORKER_TTL_S = 60  # RQ blocks for 15 s less on an empty queue; its default is seven minutes
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork
-_QUIET = (redis.ConnectionError, redis.TimeoutError)
 
 
 def rq_connection(url: str) -> redis.Redis:
@@ -123,7 +122,7 @@ class BatchWorker(Worker):
         for lease in sweep_own(self._context):  # of a horse that was killed: one that ends gives it back itself
             try:
                 give_back(self.connection, job.kwargs["job_id"], job.kwargs["batch"], lease)
-            except _QUIET as e:
+            except AWAY as e:
                 log.warning("event=redis_away doing=give_back error=%s", type(e).__name__)
 
     # Redis
@@ -134,19 +133,19 @@ class BatchWorker(Worker):
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
         try:
             super().heartbeat(timeout, pipeline)
-        except _QUIET as e:
+        except AWAY as e:
             log.warning("event=redis_away doing=heartbeat error=%s", type(e).__name__)
 
     def maintain_heartbeats(self, job: Job) -> None:
         try:
             super().maintain_heartbeats(job)
-        except _QUIET as e:
+        except AWAY as e:
             log.warning("event=redis_away doing=heartbeat error=%s", type(e).__name__)
 
     def set_current_job_working_time(self, current_job_working_time: float, pipeline: Any = None) -> None:
         try:
             super().set_current_job_working_time(current_job_working_time, pipeline)
-        except _QUIET as e:
+        except AWAY as e:
             log.warning("event=redis_away doing=working_time error=%s", type(e).__name__)
 
 
@@ -191,7 +190,7 @@ class EngineKeeper:
         self._thread.join()
         try:
             self._client.delete(self._key)
-        except _QUIET:
+        except AWAY:
             log.info("event=not_unregistered reason=redis_away")
         self._client.close()
 
@@ -200,7 +199,7 @@ class EngineKeeper:
             healthy = self._look()
             try:
                 self._client.set(self._key, json.dumps(self._info(healthy).to_dict()), ex=int(keys.ENGINE_TTL_S))
-            except _QUIET as e:
+            except AWAY as e:
                 log.warning("event=redis_away doing=register error=%s", type(e).__name__)
             self._closing.wait(min(HEALTH_EVERY_S, REGISTER_EVERY_S))
 
