@@ -122,8 +122,8 @@ def test_a_key_is_made_in_a_container_of_its_own(stack: Stack, tmp_path: Path) -
     """As docs/howto/gpu-host.md has it, with this folder in place of ./keys."""
     (tmp_path / "keys").mkdir()
     os.chown(tmp_path / "keys", UID, UID)
-    volume = f"{tmp_path / 'keys'}:/keys"
-    command = ["statetap", "keys", "add", "alice", "--scope", "write", "--file", "/keys/keys.txt"]
+    volume = f"{tmp_path / 'keys'}:/made"  # its own /keys is read-only
+    command = ["statetap", "keys", "add", "alice", "--scope", "write", "--file", "/made/keys.txt"]
     key = stack.compose("run", "--rm", "--no-deps", "-v", volume, "coordinator", *command).strip()
     (found,) = read_keys(tmp_path / "keys" / "keys.txt")
     assert key.startswith("st_") and found.name == "alice" and found.digest == hashlib.sha256(key.encode()).hexdigest()

@@ -43,7 +43,7 @@ RUN_BY: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{STACK}::test_a_dataset_reaches_complete_though_containers_are_killed_on_the_way",
         ('"exec", "-T", "coordinator", "statetap"',),
     ),
-    "docker compose run --rm --no-deps -v ./keys:/keys coordinator statetap keys add": (
+    "docker compose run --rm --no-deps -v ./keys:/made coordinator statetap keys add": (
         f"{STACK}::test_a_key_is_made_in_a_container_of_its_own",
         ('"run", "--rm", "--no-deps", "-v"', '"statetap", "keys", "add"'),
     ),
