@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,13 @@ def config(environment: dict[str, str], *arguments: str, env_file: Path | None =
     command = ["docker", "compose", "--env-file", str(env_file), *arguments]
     kept = {k: v for k, v in environment.items() if not k.startswith(("STATETAP_", "COMPOSE_PROFILES"))}
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
+
+
+def filled(environment: dict[str, str], env_file: Path, *files: str) -> dict[str, dict[str, Any]]:
+    """Services by name, as Compose reads them."""
+    done = config(environment, *files, "config", "--format", "json", env_file=env_file)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout)["services"])
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.parent.name)
@@ -52,6 +60,7 @@ def test_each_variable_is_in_the_example_and_no_other() -> None:
     assert named - {"COMPOSE_PROFILES"} <= used, named - used
     assert used - named == set(), used - named
     defaults = dict(re.findall(r"\$\{([A-Z0-9_]+):-([^}]*)\}", COMPOSE)) | {"STATETAP_SAMPLES": "s3://bucket/prefix"}  # required there
+    defaults |= dict.fromkeys(re.findall(r"\$\{([A-Z0-9_]+):\+", COMPOSE), "")  # a switch
     for name, value in re.findall(r"^#([A-Z0-9_]+)=(.*)$", EXAMPLE, re.M):
         assert defaults[name] == value, name
 
@@ -80,26 +89,36 @@ def test_the_example_starts_the_gpu_stack(docker_environment: dict[str, str]) ->
     assert services.returncode == 0 and {"engine", "worker"} <= set(services.stdout.split()), services.stderr
 
 
-@pytest.mark.parametrize("page", ["big-models", "external-redis"])
-def test_compose_takes_the_overrides_of_the_howtos(docker_environment: dict[str, str], page: str, tmp_path: Path) -> None:
+def test_compose_takes_the_override_for_another_redis(docker_environment: dict[str, str], tmp_path: Path) -> None:
     """Seen to fail with ``depends_on`` of the external Redis left out (``redis`` is of a profile that is off), and without its ``networks``."""
-    (text,) = (b for b in blocks((FOLDER / f"{page}.md").read_text(), "yaml") if "services:" in b)
+    (text,) = (b for b in blocks((FOLDER / "external-redis.md").read_text(), "yaml") if "services:" in b)
     (tmp_path / "override.yml").write_text(text)
     files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(tmp_path / "override.yml"))
-    done = config(docker_environment, *files, "config", "--format", "json", env_file=ROOT / ".env.example")
-    assert done.returncode == 0, done.stderr
-    services = json.loads(done.stdout)["services"]
+    services = filled(docker_environment, ROOT / ".env.example", *files)
     assert {"coordinator", "ingest", "engine", "worker"} <= services.keys()
-    if page == "external-redis":
-        assert "redis" not in services and not any("redis" in s.get("depends_on", {}) for s in services.values())
-        reach = {n for n, s in services.items() if {"egress", "public"} & set(s["networks"])}
-        assert {"coordinator", "ingest", "worker"} <= reach, "who speaks to Redis gets out"
-        assert services["worker"]["depends_on"].keys() == {"engine"}
-    else:
-        assert services["engine"]["environment"]["STATETAP_ENGINE_RING_BYTES"] == str(16 << 30)
-        assert services["engine"]["environment"]["STATETAP_ENGINE_DEADLINE_S"] == "60", "what was there stays"
-        assert services["worker"]["environment"]["STATETAP_DRAIN_S"] == "120" and services["worker"]["stop_grace_period"] == "3m0s"
-        assert "--trust-remote-code" in services["engine"]["command"] and services["engine"]["command"][-1] == "--"
+    assert "redis" not in services and not any("redis" in s.get("depends_on", {}) for s in services.values())
+    reach = {n for n, s in services.items() if {"egress", "public"} & set(s["networks"])}
+    assert {"coordinator", "ingest", "worker"} <= reach, "who speaks to Redis gets out"
+    assert services["worker"]["depends_on"].keys() == {"engine"}
+
+
+def test_the_env_file_for_a_big_model_reaches_all_whom_it_concerns(docker_environment: dict[str, str], tmp_path: Path) -> None:
+    """Seen to fail with the worker's ``STATETAP_READY_TIMEOUT_S`` left out of docker-compose.yml."""
+    (text,) = blocks((FOLDER / "big-models.md").read_text(), "ini")
+    (tmp_path / "env").write_text(text)
+    services = filled(docker_environment, tmp_path / "env")
+    engine, worker, coordinator = (services[n] for n in ("engine", "worker", "coordinator"))
+    command = engine["command"]
+    assert command[command.index("--start-timeout") + 1] == "7200" and command.index("--trust-remote-code") < command.index("--")
+    assert command[command.index("--") + 1 :] == ["--context-length", "32768", "--chunked-prefill-size", "16384"]
+    assert engine["healthcheck"]["start_period"] == "2h0m0s" and engine["environment"]["STATETAP_ENGINE_RING_BYTES"] == str(16 << 30)
+    (gpus,) = engine["deploy"]["resources"]["reservations"]["devices"]
+    assert int(gpus["count"]) == 8
+    told = {"READY_TIMEOUT_S": "7200", "REQUEST_TIMEOUT_S": "900", "DRAIN_S": "120", "WINDOW": "16", "WRITE_THREADS": "4"}
+    assert {k: worker["environment"][f"STATETAP_{k}"] for k in told} == told and worker["stop_grace_period"] == "3m0s"
+    assert coordinator["environment"]["STATETAP_ALLOW_REMOTE_CODE"] == "1"
+    usual = filled(docker_environment, ROOT / ".env.example")["engine"]["command"]
+    assert "--trust-remote-code" not in usual and usual[-1] == "--"
 
 
 def test_a_missing_model_stops_with_a_sentence(docker_environment: dict[str, str]) -> None:

@@ -87,6 +87,11 @@ def blocks(page: str, *languages: str) -> list[str]:
     return [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S) if language in languages]
 
 
+def env_files(page: str) -> list[dict[str, str]]:
+    """The blocks that show a .env, by name."""
+    return [dict(line.split("=", 1) for line in text.splitlines()) for text in blocks(page, "ini")]
+
+
 def spans(page: str) -> list[str]:
     """What stands in backticks, outside of blocks."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S))

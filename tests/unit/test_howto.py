@@ -27,7 +27,7 @@ from statetap.store.verify import verify_job
 from statetap.worker.settings import WorkerSettings
 from tests.support.chart.generate import defaults
 from tests.support.finished import FinishedJob
-from tests.support.howto import FOLDER, PAGES, ROOT, RUN_BY, blocks, commands, loaded, parts, problems, runs, spans
+from tests.support.howto import FOLDER, PAGES, ROOT, RUN_BY, commands, env_files, loaded, parts, problems, runs, spans
 from tests.support.jobs import profile
 
 TEXTS = {p.name: p.read_text() for p in PAGES}
@@ -170,20 +170,34 @@ def test_what_the_page_calls_refused_is_refused_for_that_reason() -> None:
                 check_flags([flag, "2"])
 
 
-def override(name: str) -> dict[str, dict[str, object]]:
-    (text,) = (b for b in blocks(of(name), "yaml") if "services:" in b)
-    return dict(loaded(text)["services"])
+def test_the_launcher_takes_what_the_env_file_of_the_page_gives() -> None:
+    """As Compose fills in docker-compose.yml. Seen to fail with a flag of SGLang's before the ``--``."""
+    (given,) = env_files(of("big-models.md"))
 
+    def value(m: re.Match[str]) -> str:
+        name, kind, other = m.groups()
+        return (other if given.get(name) else "") if kind == ":+" else given.get(name) or (other if kind == ":-" else "")
 
-def test_the_launcher_takes_the_command_of_the_override() -> None:
-    command = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: m[2] or "", str(override("big-models.md")["engine"]["command"]))
-    (made,) = parts(f"{command} --context-length 32768 --chunked-prefill-size 16384")
+    command = loaded((ROOT / "docker-compose.yml").read_text())["services"]["engine"]["command"]
+    (made,) = parts(re.sub(r"\$\{([A-Z_]+)(:[-+?])([^}]*)\}", value, command))
     assert made.begins("python3", "-m", "statetap.engine")
     args, sglang = parse_args(made.words[3:])
-    assert args.trust_remote_code and args.start_timeout == 7200 and sglang[:2] == ["--context-length", "32768"]
-    compose = (ROOT / "docker-compose.yml").read_text()
-    for option in re.findall(r"--[a-z-]+ \$\{[A-Z_]+:-[^}]*\}", str(override("big-models.md")["engine"]["command"])):
-        assert option in compose, "the override would take back what .env says"
+    assert (args.model, args.tp, args.trust_remote_code, args.start_timeout) == ("/models/Kimi-K2.5", 8, True, 7200)
+    assert sglang == ["--context-length", "32768", "--chunked-prefill-size", "16384"]
+    check_flags(sglang)
+    check_ring(int(given["STATETAP_ENGINE_RING_BYTES"]), 16_384, 57_344)
+    example = yaml.safe_load((ROOT / "k8s" / "examples" / "kimi-k2.5-8gpu.yaml").read_text())
+    pairs = {"TAP_SIZE": "tap", "SHM_SIZE": "shm"}
+    assert all(given[f"STATETAP_{ours}"] == example["engine"][theirs].replace("Gi", "g") for ours, theirs in pairs.items())
+    assert int(given["STATETAP_STOP_S"]) >= int(given["STATETAP_DRAIN_S"]) + 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_an_env_file_of_a_page_names_what_compose_reads(page: Path) -> None:
+    """Seen to fail with a setting that only the service itself has."""
+    example = set(re.findall(r"^#?([A-Z][A-Z0-9_]+)=", (ROOT / ".env.example").read_text(), re.M))
+    for given in env_files(page.read_text()):
+        assert given.keys() <= example, given.keys() - example
 
 
 # upgrades.md
@@ -195,8 +209,8 @@ def test_the_times_and_versions_of_the_page_are_those_of_the_code() -> None:
     drain = WorkerSettings.model_fields["drain_s"].default
     assert f"`STATETAP_DRAIN_S` ({drain:.0f} s; {defaults()['workers']['drainSeconds']} s in the chart)" in page
     assert f"workers {stack.DRAIN_S:.0f} s, then the rest {stack.STOP_S:.0f} s" in page
-    grace = {name: str(compose[name]["stop_grace_period"]).rstrip("s") for name in ("worker", "engine", "coordinator")}
-    assert f"workers {grace['worker']} s, engine {grace['engine']} s, coordinator {grace['coordinator']} s" in page
+    grace = {name: re.findall(r"\d+", str(compose[name]["stop_grace_period"]))[0] for name in ("worker", "engine", "coordinator")}
+    assert f"workers {grace['worker']} s (`STATETAP_STOP_S`), engine {grace['engine']} s, coordinator {grace['coordinator']} s" in page
     assert f"{' and '.join(TESTED_SGLANG)} were tried" in page
     (image,) = re.findall(r"\(`(lmsysorg/\S+)`\)", page)
     assert f"FROM {image} AS gpu" in (ROOT / "images" / "engine" / "Dockerfile").read_text()
