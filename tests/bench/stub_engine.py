@@ -209,6 +209,7 @@ async def serve(args: argparse.Namespace) -> None:
         final=args.final,
         dtype=args.dtype,
         max_length=args.max_length,
+        sglang_version=args.sglang_version,
     )
     engine = StubEngine(args.tap, p, args.fault, delay_s=args.delay_ms / 1000, tokens_per_s=args.tokens_per_s, held_s=args.held_ms / 1000)
     app = web.Application(client_max_size=1 << 30)
@@ -225,7 +226,10 @@ async def serve(args: argparse.Namespace) -> None:
     args.tap.mkdir(parents=True, exist_ok=True)
     norm = {"variant": p.norm.variant, "eps": repr(p.norm.eps)}
     save_file({"weight": np.ones(args.hidden, np.float32)}, args.tap / NORM_FILE, metadata=norm)
-    for path, data in ((args.tap / READY_FILE, ready(p, pid=os.getpid())), (args.port_file, str(port).encode())):
+    for path, data in (
+        (args.tap / READY_FILE, ready(p, pid=os.getpid(), boot_id=f"boot-{os.getpid()}")),
+        (args.port_file, str(port).encode()),
+    ):
         part = path.with_name(f".{path.name}")
         part.write_bytes(data)
         part.replace(path)
@@ -243,6 +247,7 @@ def main() -> None:
     parser.add_argument("--final", default="pre")
     parser.add_argument("--dtype", default="BF16")
     parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--sglang-version", default="")
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--tokens-per-s", type=float, default=0.0, help="one prompt after the other, at this speed")
     parser.add_argument("--held-ms", type=float, default=0.0, help="time between the forward and the tap file's reply")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,9 @@ def test_run_extracts_conversations_says_what_was_wrong_and_a_second_run_redoes_
     assert "18 done + 0 failed + 2 skipped of 20 rows" in done.stdout
     assert "line 4" in done.stdout and "bad_row" in done.stdout and "no_supervised_token" in done.stdout
     job_dir = next((out / "jobs").iterdir())
-    assert json.loads((job_dir / "COMPLETE").read_text())["rows"] == 20
+    complete = json.loads((job_dir / "COMPLETE").read_text())
+    (engine,) = complete["engines"]
+    assert (complete["rows"], engine["rows"], engine["sglang_version"]) == (20, 18, version("sglang")) and engine["boot_id"]
     assert cli("verify", out).returncode == 0
     parity = cli("parity", out, "--model", model, "--samples", "6", "--json")
     assert parity.returncode == 0 and json.loads(parity.stdout)["worst"] < 1e-5, parity.stdout

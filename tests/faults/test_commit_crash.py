@@ -151,7 +151,7 @@ def test_a_ledger_cut_at_every_byte_costs_at_most_its_torn_row(rig: Rig, tmp_pat
         (copy / "ledger" / segment.name).write_bytes(data[:cut])
         resumed = resume_batch(copy, format, job.batches[0], source, new_lease())
         assert resumed.open_rows == {} and len(resumed.records) == 4
-        assert resumed.adopted == 4 - data[:cut].count(b"\n"), cut
+        assert resumed.adopted == 4 - sum(b'"row"' in line for line in data[:cut].split(b"\n")[:-1]), cut
         assert finish_job(copy, job.rows_path).done == 4 and verify_job(copy, job.rows_path).ok
         assert not list(copy.rglob(f"{TEMP_PREFIX}*"))
         shutil.rmtree(copy)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 
+import pyarrow.parquet as pq
 import pytest
 
 from statetap.contracts import keys
+from statetap.contracts.layout import MANIFEST
 from tests.support.jobs import profile as make_profile
 from tests.support.jobs import ready, token_rows
 from tests.support.workers import Rig, eventually
@@ -104,6 +108,36 @@ def test_an_engine_that_comes_back_in_time_costs_nothing(rig: Rig) -> None:
     rig.start_engine(port=port)
     job.wait_done()
     assert job.pause() is None and job.finish().done == 200
+
+
+def test_each_row_of_a_job_says_which_start_of_the_engine_captured_it(rig: Rig) -> None:
+    """An engine of another SGLang comes back in the middle of a batch, beside a worker that stays.
+
+    Seen to fail with the READY.json that the worker had read at its start, in the ledger and in what it registers.
+    """
+    engine = rig.start_engine(delay_ms=20, sglang="0.5.17")
+    port = rig.engine_port
+    worker = rig.start_worker(STATETAP_WINDOW=4, STATETAP_ENGINE_DOWN_AFTER_S=20)
+    job = rig.make_job(token_rows(200, 8))
+    job.give()
+    eventually("some rows are committed", lambda: job.committed() > 20)
+    engine.kill()
+    eventually("the worker sees it", lambda: "event=engine_away" in worker.log)
+    time.sleep(1)  # what it had answered is committed now
+    before = {f"boot-{engine.pid}": ("0.5.17", len(job.ledger()))}
+    again = rig.start_engine(port=port, sglang="0.5.23")
+    job.wait_done()
+    report = job.finish()
+    told = {e["boot_id"]: (e["sglang_version"], e["rows"]) for e in report.engines}
+    assert told == before | {f"boot-{again.pid}": ("0.5.23", 200 - sum(n for _, n in before.values()))}
+    rows = Counter(pq.read_table(job.dir / MANIFEST, columns=["engine"])["engine"].to_pylist())
+    assert rows == {boot: n for boot, (_, n) in told.items()}
+
+    def registered() -> list[str]:
+        records = [json.loads(rig.redis.get(k) or "{}") for k in rig.redis.scan_iter(keys.ENGINES_PATTERN)]
+        return [r["profile"]["sglang_version"] for r in records if r]
+
+    eventually("what is registered is what is there", lambda: registered() == ["0.5.23"])
 
 
 def test_another_protocol_is_refused_at_the_start(rig: Rig) -> None:

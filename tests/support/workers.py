@@ -120,12 +120,14 @@ class Rig:
 
     # processes
 
-    def start_engine(self, *faults: str, delay_ms: float = 0.0, tokens_per_s: float = 0.0, held_ms: float = 0.0, port: int = 0) -> Process:
+    def start_engine(
+        self, *faults: str, delay_ms: float = 0.0, tokens_per_s: float = 0.0, held_ms: float = 0.0, port: int = 0, sglang: str = ""
+    ) -> Process:
         p = self.profile
         arguments = ["-m", "tests.bench.stub_engine", "--tap", self.tap, "--port-file", self._port_file, "--port", port]
         arguments += ["--hidden", p.hidden, "--layers", p.num_layers, "--boundaries", ",".join(map(str, p.boundaries)), "--final", p.final]
         arguments += ["--dtype", p.dtype, "--max-length", p.max_length, "--delay-ms", delay_ms]
-        arguments += ["--tokens-per-s", tokens_per_s, "--held-ms", held_ms]
+        arguments += ["--tokens-per-s", tokens_per_s, "--held-ms", held_ms, "--sglang-version", sglang]
         for fault in faults:
             arguments += ["--fault", fault]
         self._port_file.unlink(missing_ok=True)
@@ -215,7 +217,7 @@ class Job:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         for path in (self.dir / "ledger").iterdir():
-            yield from map(json.loads, path.read_text().splitlines())
+            yield from (line for line in map(json.loads, path.read_text().splitlines()) if "row" in line)
 
     def pause(self) -> dict[str, Any] | None:
         raw = self.rig.redis.get(keys.pause(self.id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ from safetensors.numpy import load_file
 from statetap.contracts.capture import new_lease
 from statetap.contracts.errors import ErrorCode, RowError, StoreError
 from statetap.contracts.layout import TEMP_PREFIX
-from statetap.contracts.records import RowRecord
+from statetap.contracts.records import UNKNOWN_ENGINE, EngineStart, RowRecord
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.commit import Committer, Outcome
-from statetap.store.ledger import fold, segments_by_batch
+from statetap.store.ledger import JobLedger, LedgerWriter, fold, segments_by_batch
 from statetap.store.resume import resume_batch
 from statetap.store.rows import Row, RowsFile
 from statetap.store.sample import SampleWriter, Staged, check_sample
@@ -244,6 +245,28 @@ def test_a_torn_last_ledger_line_only_costs_its_own_row(bench: Bench) -> None:
     resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)
     assert resumed.adopted == 1  # its file was there and whole
     assert list(resumed.open_rows) == [3, 4, 5]
+
+
+def test_a_row_is_of_the_engine_that_its_segment_names_before_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with a name that counts as written though its append was cut back, and with one name a segment."""
+    engines = [EngineStart(boot_id=b, sglang_version=v) for b, v in (("one", "1"), ("two", "2"))]
+    now = engines[0]
+    writer = LedgerWriter(bench.job_dir, 0, "a" * 16, lambda: now)
+    done = [RowRecord(row=n, state="done", path=f"data_{n}") for n in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(StoreError):
+            writer.append(done[:1])
+    writer.append(done[:2])
+    now = engines[1]
+    writer.append([replace(done[2], engine=UNKNOWN_ENGINE), done[3]])
+    writer.close()
+    LedgerWriter(bench.job_dir, 0, "b" * 16).append([RowRecord(row=4, state="done", path="data_4")])  # adopted: nobody knows
+    ledger = JobLedger(bench.job_dir)
+    assert [r.engine for _, r in sorted(ledger.last(0).items())] == ["one", "one", "?", "two", ""]
+    assert list(ledger.engines.values()) == engines
+    text = (bench.job_dir / "ledger" / f"0.{'a' * 16}.jsonl").read_text()
+    assert text.count('"boot_id"') == 2 and text.count('"row"') == 4
 
 
 def test_a_file_beats_a_failure_of_the_same_generation(bench: Bench) -> None:

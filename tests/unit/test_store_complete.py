@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_the_manifest_names_every_row_once_in_order_and_complete_sums_it_up(tmp_
     assert (table["code"][3], table["message"][25], table["path"][25]) == ("engine_timeout", "no", "")
     assert finish_job(job_dir, rows_path) == report == load_completion(job_dir)
     assert not list(job_dir.rglob(".tmp-*"))
+
+
+def test_a_complete_of_before_the_engines_were_named_is_read(tmp_path: Path) -> None:
+    job_dir, rows_path = run_job(tmp_path)
+    finish_job(job_dir, rows_path)
+    data = json.loads((job_dir / "COMPLETE").read_text())
+    assert data.pop("engines") == []
+    (job_dir / "COMPLETE").write_text(json.dumps(data))
+    report = load_completion(job_dir)
+    assert report is not None and report.engines == () and report.done == 28
 
 
 def test_an_open_row_is_incomplete_and_named(tmp_path: Path) -> None:

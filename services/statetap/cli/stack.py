@@ -25,6 +25,7 @@ from ..contracts.capture import READY_FILE
 from ..contracts.errors import EngineError, ErrorCode, RequestError
 from ..engine.failure import FAILED_FILE
 from ..engine.flags import check_environment, check_flags
+from .ports import lasting_free_port
 from .process import Service
 from .redis_server import find_redis_server, redis_argv
 
@@ -58,13 +59,6 @@ class StackConfig:
     redis_url: str | None = None
     window: int | None = None
     sglang: tuple[str, ...] = ()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago. SGLang takes only a number; should it be taken meanwhile, the engine is started again."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass(kw_only=True)
@@ -219,7 +213,7 @@ class Stack:
         tap.mkdir(exist_ok=True)
         for stale in (READY_FILE, FAILED_FILE):
             (tap / stale).unlink(missing_ok=True)
-        port = free_port()
+        port = lasting_free_port()
         argv = [
             "-m",
             "statetap.engine",

@@ -94,6 +94,17 @@ class Batches(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CapturedBy(Answer):
+    """One start of an engine, and the done rows that it captured."""
+
+    boot_id: str
+    engine_id: str = ""
+    sglang_version: str = ""
+    plugin_version: str = ""
+    rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job(Answer):
     """A snapshot of a job. ``version`` grows whenever the snapshot changed (0: the coordinator does not number them)."""
 
@@ -123,6 +134,7 @@ class Job(Answer):
     ended_at: float | None = None
     path: str = ""
     samples: str | None = None
+    engines: list[CapturedBy] = field(default_factory=list)
     version: int = 0
 
     @property

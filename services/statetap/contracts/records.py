@@ -260,12 +260,26 @@ class RowRecord(Record):
     code: str = ""
     message: str = ""
     origin: str = ""  # ``<job>/<row>`` that the file was captured for, when it was taken from an earlier job
+    engine: str = ""  # EngineStart.boot_id of the engine that captured it; stands in a line only where it is not the segment's
     at: float = 0.0
 
     @property
     def rank(self) -> tuple[int, int]:
         """The highest wins. Within a generation a file that is there beats a failure that another worker saw."""
         return self.generation, _RANKS[self.state]
+
+
+UNKNOWN_ENGINE = "?"  # of a row whose file an earlier attempt left without a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStart(Record):
+    """One start of an engine. A ledger segment names it before the rows that were captured by it: ``{"engine": {…}}``."""
+
+    boot_id: str
+    engine_id: str = ""
+    sglang_version: str = ""
+    plugin_version: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

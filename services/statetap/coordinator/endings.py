@@ -83,7 +83,7 @@ class Endings:
                 raise
             self._run_again(view, e)
             return
-        final = sums.to_final() | {n: getattr(report, n) for n in ("done", "failed", "skipped", "tokens", "bytes", "reused")}
+        final = sums.to_final() | {n: getattr(report, n) for n in ("done", "failed", "skipped", "tokens", "bytes", "reused", "engines")}
         state = JobState.COMPLETED_WITH_ERRORS if report.failed or report.skipped else JobState.COMPLETED
         self.end(view, state, final=final, retries=report.retries)
 

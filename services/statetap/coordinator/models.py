@@ -213,6 +213,16 @@ class Batches(BaseModel):
     outstanding: int = Field(description="Given out and not handed back.")
 
 
+class CapturedBy(BaseModel):
+    """One start of an engine, and the rows that it captured."""
+
+    engine_id: str = Field(examples=["gpu-host-0"])
+    boot_id: str = Field(description="Of this start; the manifest's column `engine` has it for each row.", examples=["5f0c3a9b1d2e4f67"])
+    sglang_version: str = Field(examples=["0.5.23"])
+    plugin_version: str = Field(description="Statetap's, in the engine.", examples=["0.1.0"])
+    rows: int = Field(description="Done rows that it captured.", examples=[37309])
+
+
 class Job(BaseModel):
     job_id: str = Field(examples=["job-9d2c61f0a7b3e845"])
     name: str
@@ -245,6 +255,7 @@ class Job(BaseModel):
     ended_at: float | None
     path: str = Field(description="The job's folder, as the coordinator sees it.")
     samples: str | None = Field(default=None, description="s3://… of its sample files; null: they stand in its folder.")
+    engines: list[CapturedBy] = Field(description="Whose rows these are, of a job that completed; reused rows are of none.")
     version: int = Field(description="Grows whenever this snapshot changed and never goes back: of two, the higher is the newer.")
 
 

@@ -138,6 +138,7 @@ def _go_on(catalog: Catalog, spec: JobSpec, found: _Found) -> JobControl:
 def _without(final: dict[str, Any], found: _Found) -> dict[str, Any]:
     """Sums of an ended job less the rows that are open again."""
     left = {**final, "errors": dict(final.get("errors", {})), "finished": 0}
+    left.pop("engines", None)  # told again when the job has completed
     for name, amount in (("tokens", found.tokens), ("bytes", found.bytes)):
         left[name] = max(int(left.get(name, 0)) - amount, 0)
     for (state, code), rows in found.opened.items():

@@ -73,6 +73,7 @@ SHOWN: dict[str, Any] = {
         "ended_at": None,
         "path": f"/store/jobs/{_JOB_ID}",
         "samples": None,
+        "engines": [],
         "version": 206158430208,
     },
     "RowError": {

@@ -230,6 +230,7 @@ class StatusReader:
             ended_at=control.ended_at or None,
             path=str(self._catalog.job_path(spec.job_id)),
             samples=spec.samples or None,
+            engines=[models.CapturedBy(**e) for e in control.final.get("engines", ())],
             version=0,
         )
 

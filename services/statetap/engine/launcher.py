@@ -31,6 +31,7 @@ from .draft import resolve_boundaries
 from .failure import FAILED_FILE, write_failure
 from .flags import check_environment, server_argv
 from .hosts import Head, Link, Member, Nodes
+from .port import check_port, is_taken
 from .settings import EngineSettings
 
 logger = logging.getLogger("statetap.engine")
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> None:
     nodes = Nodes(count=args.nnodes, rank=args.node_rank, address=args.dist_init_addr)
     try:
         nodes.check(args.tp)
+        if nodes.rank == 0:
+            check_port(args.host, args.port)
         settings = _settings(args)
         check_environment(dict(os.environ))
         argv_sglang = server_argv(
@@ -155,12 +158,14 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: _stop(server, args.grace, args.node_rank))
         code = server.wait() if link is None else _wait(server, link)
+        _end_group(server.pid)  # schedulers that outlived it
         if link is None and not _STOPPING and not (args.tap / READY_FILE).exists():
             # The first reason stays: this one is for ends that no code of ours saw (a crash in SGLang's own processes).
+            taken = f"; port {args.port} is taken" if is_taken(args.host, args.port) else ""
             write_failure(
-                args.tap, EngineError(ErrorCode.ENGINE_START_FAILED, f"SGLang ended with {code} before the engine was ready: read its log")
+                args.tap,
+                EngineError(ErrorCode.ENGINE_START_FAILED, f"SGLang ended with {code} before the engine was ready: read its log{taken}"),
             )
-        _end_group(server.pid)  # schedulers that outlived it
         if link is not None:
             return _end_of_node(code, args, link)
         return (

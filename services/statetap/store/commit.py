@@ -15,11 +15,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..contracts.errors import ErrorCode, RowError, StoreError
-from ..contracts.records import RowRecord
+from ..contracts.records import UNKNOWN_ENGINE, EngineStart, RowRecord
 from ..contracts.sample_format import SampleFormat
 from .fs import fsync_dir, remove, store_error
 from .ledger import LedgerWriter, fold, segments_by_batch
@@ -63,13 +63,14 @@ class Committer:
         attempt: str,
         tell: Callable[[Sequence[Outcome]], None],
         samples: SampleStore | None = None,
+        engine: Callable[[], EngineStart | None] = lambda: None,
     ) -> None:
         self._job_dir = job_dir
         self._samples = samples or FolderSamples(job_dir)
         self._format = format
         self._batch = batch
         self._tell = tell
-        self._ledger = LedgerWriter(job_dir, batch, attempt)
+        self._ledger = LedgerWriter(job_dir, batch, attempt, engine)
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._closing = False
@@ -224,7 +225,7 @@ class Committer:
         if recorded is not None and recorded.path == item.record.path:
             log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
             return recorded, False
-        return check_sample(self._samples, self._format, item.row, item.record.generation), True
+        return replace(check_sample(self._samples, self._format, item.row, item.record.generation), engine=UNKNOWN_ENGINE), True
 
     def _other(self, item: Staged) -> tuple[RowRecord, bool]:
         """:meth:`_held`, or ours in its place where that is not whole."""

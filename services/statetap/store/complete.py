@@ -47,6 +47,7 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("xxh3", pa.string(), nullable=False),
         pa.field("code", pa.string(), nullable=False),
         pa.field("message", pa.string(), nullable=False),
+        pa.field("engine", pa.string(), nullable=False),  # boot_id of the engine that captured it; "": not known, or taken from another job
     ],
     metadata={"statetap_schema": "1"},
 )
@@ -67,13 +68,15 @@ class CompletionReport:
     completed_at: float
     reused: int = 0  # of the done rows: taken from earlier jobs
     retries: int = 0  # generation of the newest retry: a COMPLETE of an older one counts no more
+    engines: tuple[dict[str, Any], ...] = ()  # EngineStart of each that captured done rows, with ``rows``
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CompletionReport:
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data or f.default is MISSING})
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data or f.default is MISSING}
+        return cls(**known | {"engines": tuple(data.get("engines", ()))})
 
 
 def load_completion(job_dir: Path) -> CompletionReport | None:
@@ -124,6 +127,7 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
     tmp = Path(temp(str(job_dir / MANIFEST), secrets.token_hex(8)))
     rows = RowsFile(rows_path)
     count: Counter[str] = Counter()
+    captured: Counter[str] = Counter()
     tokens = size = reused = 0
     try:
         with pq.ParquetWriter(tmp, MANIFEST_SCHEMA, compression="zstd") as writer:
@@ -135,6 +139,7 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
                         tokens += record.tokens
                         size += record.bytes
                         reused += bool(record.origin)
+                        captured[record.engine] += 1
                     for name, values in buffer.items():
                         values.append(source_id if name == "source_id" else getattr(record, name))
                 if len(buffer["row"]) >= ROWS_PER_GROUP:
@@ -160,6 +165,7 @@ def _finish(job_dir: Path, rows_path: Path) -> CompletionReport:
         completed_at=round(time.time(), 3),
         reused=reused,
         retries=generation,
+        engines=tuple(e.to_dict() | {"rows": captured[boot_id]} for boot_id, e in ledger.engines.items() if captured[boot_id]),
     )
     for left in job_dir.glob(f"{TEMP_PREFIX}*-{NORM}"):  # of a horse that was killed while it kept the norm; none is at work now
         remove(left)

@@ -1,5 +1,7 @@
 """The ledger: what became of every row. One append-only JSONL segment for each attempt at a batch, one writer each.
 
+A line that names an engine holds for the rows after it: they were captured by that engine.
+
 Invariant: a line is written only after the file that it names is durable under its final name; a torn last line (a crash in
 the write) is ignored. The record with the highest (generation, state) of a row is the truth; order and duplicates do not matter.
 """
@@ -9,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..contracts.layout import LEDGER, ledger_segment
-from ..contracts.records import BatchTotals, RowRecord
+from ..contracts.records import BatchTotals, EngineStart, RowRecord
 from .fs import fsync_dir, make_dirs, store_error, write_all
 from .retries import load_retries, opened_by
 
@@ -28,10 +30,15 @@ def encode(record: RowRecord) -> bytes:
 
 
 class LedgerWriter:
-    """Appends to one segment. Not thread-safe: the committer's flush is its only caller."""
+    """Appends to one segment. Not thread-safe: the committer's flush is its only caller.
 
-    def __init__(self, job_dir: Path, batch: int, attempt: str) -> None:
+    ``engine``: the engine that captures now; asked at each append.
+    """
+
+    def __init__(self, job_dir: Path, batch: int, attempt: str, engine: Callable[[], EngineStart | None] = lambda: None) -> None:
         self._path = job_dir / ledger_segment(batch, attempt)
+        self._engine = engine
+        self._named: EngineStart | None = None
         self._fd = -1
 
     def append(self, records: Iterable[RowRecord]) -> None:
@@ -42,6 +49,9 @@ class LedgerWriter:
         data = b"".join(map(encode, records))
         if not data:
             return
+        engine = self._engine()
+        if engine is not None and engine != self._named:
+            data = json.dumps({"engine": engine.to_dict()}, separators=(",", ":")).encode() + b"\n" + data
         try:
             if self._fd < 0:
                 make_dirs(self._path.parent)
@@ -54,6 +64,7 @@ class LedgerWriter:
             except OSError:
                 os.ftruncate(self._fd, before)
                 raise
+            self._named = engine
         except OSError as e:
             raise store_error(e, f"append to {self._path.name}") from e
 
@@ -63,11 +74,21 @@ class LedgerWriter:
             self._fd = -1
 
 
-def read_segment(path: Path) -> Iterator[RowRecord]:
-    """Records of one segment. A last line without its newline, or lines that do not parse, are not records. Memory is that of a segment."""
+def read_segment(path: Path, engines: dict[str, EngineStart] | None = None) -> Iterator[RowRecord]:
+    """Records of one segment. A last line without its newline, or lines that do not parse, are not records. Memory is that of a segment.
+
+    ``engines`` takes those that are named, by boot_id.
+    """
+    captured_by: dict[str, Any] = {}
     for data in _parsed(path.read_bytes().rpartition(b"\n")[0]):
         try:
-            record = RowRecord.from_dict(data)
+            if "row" not in data:
+                engine = EngineStart.from_dict(data["engine"])
+                captured_by = {"engine": engine.boot_id}
+                if engines is not None:
+                    engines[engine.boot_id] = engine
+                continue
+            record = RowRecord.from_dict(captured_by | data)
             record.rank  # noqa: B018  (an unknown state raises here)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -107,6 +128,7 @@ class JobLedger:
     """
 
     def __init__(self, job_dir: Path) -> None:
+        self.engines: dict[str, EngineStart] = {}  # that the segments name which were read until now, by boot_id
         self.retries = load_retries(job_dir)
         self._segments = segments_by_batch(job_dir)
 
@@ -119,7 +141,7 @@ class JobLedger:
 
     def last(self, batch: int) -> dict[int, RowRecord]:
         """Row -> its winning record, whether it was opened again or not."""
-        return fold(self.segments(batch))
+        return fold(self.segments(batch), self.engines)
 
     def records(self, batch: int) -> dict[int, RowRecord]:
         """Row -> the record that stands. A row that has none is open."""
@@ -138,11 +160,11 @@ def may_have_errors(path: Path) -> bool:
     return b'"failed"' in data or b'"skipped"' in data
 
 
-def fold(segments: Iterable[Path]) -> dict[int, RowRecord]:
+def fold(segments: Iterable[Path], engines: dict[str, EngineStart] | None = None) -> dict[int, RowRecord]:
     """Row -> its winning record, over the segments of one batch. Memory is that of one batch."""
     best: dict[int, RowRecord] = {}
     for path in segments:
-        for record in read_segment(path):
+        for record in read_segment(path, engines):
             held = best.get(record.row)
             if held is None or record.rank > held.rank:
                 best[record.row] = record

@@ -29,7 +29,7 @@ from ..store.samples import FolderSamples, samples_of
 from . import drain
 from .admission import Admission, refuse
 from .circuit import Circuit
-from .context import Context
+from .context import Context, EngineNow
 from .engine import EngineClient, PrefillError
 from .lease import BatchKeys, LeaseKeeper
 from .opening import open_batch
@@ -104,7 +104,9 @@ class BatchRun:
         threads = settings.put_threads if bucket else settings.write_threads
         self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
         self._redis_pool = ThreadPoolExecutor(1, thread_name_prefix="redis")
-        self._committer = Committer(job_dir, spec.sample_format, batch.batch, lease, self._tell, samples)
+        self._committer = Committer(
+            job_dir, spec.sample_format, batch.batch, lease, self._tell, samples, EngineNow(settings.tap, context.ready)
+        )
 
     async def run(self) -> Resumed:
         """Resume and do the open rows; what resuming found is returned. Raises what is no row's fault."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from ..contracts import PROTOCOL
 from ..contracts.capture import READY_FILE
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
 from ..contracts.profile import CaptureProfile
+from ..contracts.records import EngineStart
 from .settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,11 @@ class Ready:
     engine_id: str
     boot_id: str = ""
     self_check: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def start(self) -> EngineStart:
+        p = self.profile
+        return EngineStart(boot_id=self.boot_id, engine_id=self.engine_id, sglang_version=p.sglang_version, plugin_version=p.plugin_version)
 
 
 def read_ready(tap: Path) -> Ready | None:
@@ -55,6 +62,23 @@ def read_ready(tap: Path) -> Ready | None:
         boot_id=str(data.get("boot_id", "")),
         self_check=check if isinstance(check, dict) else {"result": check},
     )
+
+
+class EngineNow:
+    """Which start of the engine captures now: it can be another one, of other versions, from one group of rows to the next."""
+
+    def __init__(self, tap: Path, ready: Ready) -> None:
+        self._tap = tap
+        self._last = ready.start
+        self._seen: tuple[int, int] | None = None
+
+    def __call__(self) -> EngineStart:
+        """While there is no READY.json: the last one."""
+        with contextlib.suppress(OSError, EngineError):
+            s = os.stat(self._tap / READY_FILE)
+            if self._seen != (seen := (s.st_ino, s.st_mtime_ns)) and (ready := read_ready(self._tap)) is not None:
+                self._seen, self._last = seen, ready.start
+        return self._last
 
 
 def wait_for_ready(settings: WorkerSettings, stop: threading.Event) -> Ready | None:

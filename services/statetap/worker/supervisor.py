@@ -170,6 +170,7 @@ class EngineKeeper:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._ready = context.ready
         self._closing = threading.Event()
         self._client = connect(context.settings.redis_url.get_secret_value())
         self._key = keys.engine(context.ready.profile.profile_id, context.worker_id)
@@ -216,6 +217,8 @@ class EngineKeeper:
             log.warning("event=engine_changed profile=%s was=%s", ready.profile.profile_id, self._context.ready.profile.profile_id)
             self.changed.set()
             self._on_change()
+        elif not self.changed.is_set():
+            self._ready = ready  # it may have started again, with other versions
         return not self.changed.is_set() and self._health()
 
     def _health(self) -> bool:
@@ -226,7 +229,7 @@ class EngineKeeper:
             return False
 
     def _info(self, healthy: bool) -> EngineInfo:
-        ready = self._context.ready
+        ready = self._ready
         return EngineInfo(
             engine_id=ready.engine_id,
             url=self._context.settings.engine_url,

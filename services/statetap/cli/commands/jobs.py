@@ -123,6 +123,10 @@ def _described(job: Job) -> list[str]:
     made += [f"  {job.message}"] if job.message else []
     made += [f"  errors: {counts(job.errors)}"] if job.errors else []
     made += [f"  reused: {job.rows.reused} rows"] if job.rows.reused else []
+    made += [
+        f"  captured by {e.engine_id} (SGLang {e.sglang_version}, Statetap {e.plugin_version}, start {e.boot_id}): {e.rows} rows"
+        for e in job.engines
+    ]
     return [*made, f"  name {job.name}, dataset {job.dataset_id}, profile {job.profile_id}, priority {job.priority}", f"  {job.path}"]
 
 
