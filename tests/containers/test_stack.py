@@ -43,6 +43,8 @@ def model(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_comes_up_healthy_and_closed(stack: Stack) -> None:
     """Seen to fail with ``read_only`` left out, with a published engine port, and with ``networks`` left out of redis."""
     assert stack.client.ready()
+    examined = [json.loads(line) for line in stack.compose("exec", "-T", "coordinator", "statetap", "doctor", "--json").splitlines()]
+    assert {"coordinator", "redis", "engine engine-0", "store promises"} <= {f["subject"] for f in examined}
     containers = stack.containers()
     assert len(containers) == 6, containers.keys()  # redis, coordinator, ingest, engine, two workers
     for name, c in containers.items():

@@ -221,6 +221,9 @@ def test_a_tap_on_a_disk_is_refused_and_shared_memory_is_a_tmpfs(tmp_path: Path)
     assert disk.file_system(Path("/dev/shm")) == "tmpfs" and disk.file_system(Path("/proc")) == "proc"
     (first,) = disk.tap_findings(tmp_path)
     assert (first.level == "FAIL") == (disk.file_system(tmp_path) not in disk.MEMORY)
+    # Where no engine can run, and nobody named a tap: a container of the control plane.
+    (missing,) = disk.tap_findings(tmp_path / "none", needed=False)
+    assert missing.level == "warn" and missing.todo
 
 
 def test_gpus_are_told_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

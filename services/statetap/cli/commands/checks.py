@@ -123,7 +123,10 @@ def doctor(
     store: Annotated[
         Path | None, typer.Option("--store", envvar="STATETAP_STORE", help="Store folder; without it the disk is not looked at.")
     ] = None,
-    tap: Annotated[Path | None, typer.Option("--tap", envvar="STATETAP_TAP", help="Tap folder. Default: /dev/shm.")] = None,
+    tap: Annotated[
+        Path | None,
+        typer.Option("--tap", envvar="STATETAP_TAP", help="Tap folder. Default: /dev/shm, which only has to do where SGLang is installed."),
+    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option("--redis-url", envvar="STATETAP_REDIS_URL", help="Redis; without it only the coordinator is asked about it."),
@@ -134,7 +137,7 @@ def doctor(
     from ..doctor import examine
 
     out, failed = api.out, False
-    for finding in examine(url=api.url, store=store, tap=tap or Path("/dev/shm"), redis_url=redis_url, cpu=cpu):
+    for finding in examine(url=api.url, store=store, tap=tap, redis_url=redis_url, cpu=cpu):
         failed = failed or finding.level == "FAIL"
         out.item(
             finding.to_dict(), f"{finding.level:<4} {finding.subject}: {finding.text}" + (f" -> {finding.todo}" if finding.todo else "")

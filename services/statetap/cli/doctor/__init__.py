@@ -16,11 +16,11 @@ from .finding import Finding, failed
 __all__ = ["Finding", "examine"]
 
 
-def examine(*, url: str | None, store: Path | None, tap: Path, redis_url: str | None, cpu: bool) -> Iterator[Finding]:
-    """Findings as they are made. ``url`` None: the default one, where a missing coordinator is only a warning."""
+def examine(*, url: str | None, store: Path | None, tap: Path | None, redis_url: str | None, cpu: bool) -> Iterator[Finding]:
+    """Findings as they are made. ``url`` None: the default one, where a missing coordinator is only a warning; ``tap`` None: /dev/shm."""
     parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("host", lambda: host.findings(cpu=cpu)),
-        ("tap", lambda: disk.tap_findings(tap)),
+        ("tap", lambda: disk.tap_findings(tap or disk.MEMORY_FOLDER, needed=tap is not None or host.has_engine())),
         ("store", lambda: disk.store_findings(store)),
         ("samples", lambda: disk.bucket_findings(os.environ.get("STATETAP_SAMPLES", ""))),
         ("redis", lambda: redis_server.findings(redis_url)),

@@ -19,6 +19,7 @@ from ..units import size
 from .finding import Finding, failed, fine, warned
 
 MEMORY = ("tmpfs", "ramfs")
+MEMORY_FOLDER = Path("/dev/shm")
 TAP_LEAST, TAP_GOOD = 1 << 30, 8 << 30
 STORE_LEAST, STORE_GOOD = 1 << 30, 100 << 30
 WRITTEN = 256 << 20
@@ -43,16 +44,18 @@ def file_system(path: Path) -> str:
     return found
 
 
-def tap_findings(tap: Path) -> Iterator[Finding]:
+def tap_findings(tap: Path, *, needed: bool = True) -> Iterator[Finding]:
+    """``needed``: engines or workers run here, or somebody named it; without it nothing is worse than a warning."""
+    unfit = failed if needed else warned
     if not tap.is_dir():
-        yield failed("tap", f"there is no folder {tap}", "Mount a tmpfs there, or give another as --tap.")
+        yield unfit("tap", f"there is no folder {tap}", "Mount a tmpfs there, or give another as --tap.")
         return
     kind, room = file_system(tap), shutil.disk_usage(tap)
     text = f"{tap} is {kind}, {size(room.free)} free of {size(room.total)}"
     if kind not in MEMORY:
-        yield failed("tap", text, "The tap has to be memory: mount a tmpfs, or use /dev/shm.")
+        yield unfit("tap", text, "The tap has to be memory: mount a tmpfs, or use /dev/shm.")
     elif room.free < TAP_LEAST:
-        yield failed(
+        yield unfit(
             "tap", text, "Give it at least 1 GiB (Docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or remove what lies there."
         )
     elif room.free < TAP_GOOD:

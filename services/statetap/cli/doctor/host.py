@@ -43,6 +43,11 @@ def _version(name: str) -> str:
         return ""
 
 
+def has_engine() -> bool:
+    """Whether an engine, and with it workers, may run here."""
+    return bool(_version("sglang"))
+
+
 def _sglang() -> Finding:
     version = _version("sglang")
     if not version:
