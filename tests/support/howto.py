@@ -58,7 +58,7 @@ RUN_BY: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Beginning of a command -> the test that runs it, and what stands in that test's file, or in compose.py beside it."""
 
-NOT_OURS = {"git pull", "docker inspect"}
+NOT_OURS = {"git pull", "docker inspect", "docker volume rm"}
 """Named in sentences; of other people."""
 SGLANGS = {"--chunked-prefill-size", "--context-length", "--mem-fraction-static", "--revision"}
 OTHERS = {"--wait", "--timeout"}  # docker compose, helm
