@@ -1,0 +1,191 @@
+"""The whole service on a GPU, by its command line, as a user has it:
+
+    python -m tests.bench.gpu.whole MODEL STORE [--dummy FOLDER] [--tokens 1000000] -- FLAGS OF SGLANG
+
+1. ``statetap run`` of conversations on MODEL (a folder of tests.bench.gpu.models; it gets a tokenizer), ``verify``, ``parity``.
+2. ``statetap up`` on the shape in FOLDER with dummy weights: plain requests to its engine, a job over the same prompts by REST, and a second
+   job whose engine is killed in the middle.
+
+Prints what was found, and at the end one JSON object a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from statetap.engine.tiny import make_tokenizer
+from tests.bench.gpu.rates import Curve, prompts, requests, steady
+from tests.support.figures import print_figure
+from tests.support.stack import STATETAP, Up, cli, wait_for
+
+COMMAND = "python -m tests.bench.gpu.whole MODEL STORE --dummy FOLDER -- FLAGS"
+ENDED = ("completed", "completed_with_errors", "failed", "cancelled")
+
+
+def say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def conversations(path: Path, rows: int) -> None:
+    with path.open("w") as f:
+        for i in range(rows):
+            turns = [
+                {"role": "user", "content": f"Question {i}: what is {i} times {i + 1}? " * (1 + i % 40)},
+                {"role": "assistant", "content": f"It is {i * (i + 1)}. " * (1 + i % 30)},
+            ]
+            f.write(json.dumps({"id": f"c{i}", "messages": turns}) + "\n")
+
+
+def run_and_compare(model: Path, store: Path, cpu: list[str], flags: list[str]) -> None:
+    """Raises AssertionError with what was said."""
+    make_tokenizer(model)
+    data = store / "chat.jsonl"
+    conversations(data, 2_000)
+    began = time.monotonic()
+    done = cli("run", data, *cpu, "--model", model, "--out", store / "states", "--", *flags, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    took = time.monotonic() - began
+    (job,) = (store / "states" / "jobs").iterdir()
+    complete = json.loads((job / "COMPLETE").read_text())
+    assert (complete["done"], sum(e["rows"] for e in complete["engines"])) == (2_000, 2_000), complete
+    verified = cli("verify", job, "--json")
+    assert verified.returncode == 0 and json.loads(verified.stdout)["files"] == 2_000, verified.stdout
+    parity = cli("parity", job, "--model", model, "--samples", "16", "--json", timeout=400)
+    assert parity.returncode == 0, parity.stdout + parity.stderr
+    say(
+        run_s=round(took, 1),
+        tokens=complete["tokens"],
+        bytes=complete["bytes"],
+        engines=complete["engines"],
+        parity=json.loads(parity.stdout),
+    )
+
+
+def start(model: Path, store: Path, cpu: list[str], flags: list[str]) -> Up:
+    store.mkdir(parents=True, exist_ok=True)
+    log = store / "up.log"
+    env = {**os.environ, "STATETAP_ENGINE_ALLOW_UNCHECKED": "1"}  # dummy weights change the stream too little for the controls
+    command = [*STATETAP, "up", *cpu, "--model", str(model), "--store", str(store), "--port", "0", "--", *flags, "--load-format", "dummy"]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, text=True, env=env)
+    up = Up(process=process, store=store, log=log)
+
+    def url() -> str:
+        assert process.poll() is None, log.read_text()[-3000:]
+        found = [word for word in log.read_text().split() if word.startswith("http://")]
+        return found[0].rstrip("/") if found else ""
+
+    up.url = wait_for("the API", url)
+    wait_for("the engine", lambda: process.poll() is not None or up.get("/v1/engines")["items"], 300)
+    return up
+
+
+def submit(up: Up, rows: list[list[int]], name: str) -> str:
+    data = up.store / f"{name}.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": r, "loss_mask": [1] * len(r)}) + "\n" for r in rows))
+    with data.open("rb") as f:
+        dataset = up.post("/v1/datasets", files={"file": (data.name, f)}, data={"name": name})["dataset_id"]
+    ended = wait_for("ingestion", lambda: (d := up.get(f"/v1/datasets/{dataset}"))["state"] != "ingesting" and d)
+    assert ended["state"] == "ready", ended
+    return str(up.post("/v1/jobs", json={"dataset_id": dataset, "name": name})["job_id"])
+
+
+def job_curve(up: Up, job: str, kill_at: float = 2.0) -> tuple[Curve, float]:
+    """Tokens over time by the status, and seconds from a kill of the engine (at this share of the tokens) to the next committed token."""
+    began, curve, killed, back = time.monotonic(), [(0.0, 0)], 0.0, 0.0
+    while True:
+        seen, at = up.job(job), time.monotonic() - began
+        tokens = seen["tokens"]["done"]
+        if tokens > curve[-1][1]:
+            if killed and not back and at - killed > 5:  # what it had answered before is committed by then
+                back = at - killed
+            curve.append((at, tokens))
+        if not killed and tokens > kill_at * seen["tokens"]["total"]:
+            os.kill(up.pids()["engine-0"], signal.SIGKILL)
+            killed = at
+        if seen["state"] in ENDED:
+            assert seen["state"] == "completed" and not seen["rows"]["open"], seen
+            return curve, back
+        assert at < 400, seen
+        time.sleep(0.1)
+
+
+def loaded(args: argparse.Namespace, cpu: list[str], flags: list[str]) -> None:
+    up = start(args.dummy, args.store / "big", cpu, flags)
+    try:
+        (engine,) = up.get("/v1/engines")["items"]
+        args.url = engine["url"]
+        (tap,) = {p.parent for p in Path("/dev/shm").glob("statetap-*/engine-0/READY.json")}
+        args.tap = tap
+        rates: dict[str, float] = {}
+        whole, args.tokens = args.tokens, args.tokens // 4
+        for warm in (True, False):
+            rates["plain"] = steady(asyncio.run(requests(args, 1 + warm, capture=False)))
+            job = submit(up, prompts(args, 1 + warm), f"measured-{warm}")
+            rates["job"] = steady(job_curve(up, job)[0])
+            args.tokens = whole
+        job = submit(up, prompts(args, 3), "killed")
+        _, back = job_curve(up, job, kill_at=0.4)
+        shown = up.job(job)
+        starts = shown["engines"]
+        assert len(starts) == 2 and sum(e["rows"] for e in starts) == shown["rows"]["done"], starts
+        report = cli("verify", shown["path"], "--json", timeout=300)
+        assert report.returncode == 0, report.stdout[-2000:]
+        say(**{k: round(v) for k, v in rates.items()}, back_s=round(back, 1), starts=starts)
+        profile = engine["profile"]
+        note = (
+            f"SGLang {profile['sglang_version']}, H {profile['hidden']}, L {profile['num_layers']}, {profile['dtype']}; {whole:,} tokens, prompts of about {args.length}; "
+            "statetap up, the job by REST; plain: requests without capture to the same engine before it"
+        )
+        print_figure("gpu.service_over_plain", round(rates["job"] / rates["plain"], 4), "ratio", COMMAND, note)
+        print_figure("gpu.service_tok_s", round(rates["job"]), "tok/s", COMMAND, note)
+        print_figure(
+            "gpu.engine_back_s",
+            round(back, 1),
+            "s",
+            COMMAND,
+            "SIGKILL of the engine in a job until the next row is committed; dummy weights",
+        )
+    except BaseException:
+        print(up.log.read_text()[-3000:], file=sys.stderr)
+        for log in sorted((up.store / ".stack" / "logs").glob("*.log")):
+            print(f"== {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+        raise
+    finally:
+        up.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--dummy", type=Path, help="folder with the config.json of a shape")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--length", type=int, default=2_000)
+    parser.add_argument("--vocab", type=int, default=128_000)
+    parser.add_argument("--cpu", action="store_true", help="without a GPU, to try this script")
+    parser.add_argument("--concurrency", type=int, default=64)
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, flags = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    cpu = ["--cpu"] if args.cpu else []
+    args.store.mkdir(parents=True, exist_ok=True)
+    try:
+        run_and_compare(args.model, args.store, cpu, flags)
+        if args.dummy:
+            loaded(args, cpu, flags)
+    finally:
+        shutil.rmtree(args.store, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
