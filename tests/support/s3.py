@@ -43,6 +43,7 @@ class S3:
         self.url = f"s3://{BUCKET}/train"
         self.puts: Counter[str] = Counter()  # answered by the server, by key
         self.taken: Counter[str] = Counter()  # of them: refused, since an object was there
+        self.gets: Counter[str] = Counter()  # of objects, by key
         self.honest = True  # False: the condition of a PUT is not passed on
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
@@ -132,8 +133,9 @@ class S3:
         url = f"http://127.0.0.1:{self._server_port}{request.raw_path}"
         async with self._session.request(request.method, url, data=data, headers=headers, skip_auto_headers=("Content-Type",)) as reply:
             body = await reply.read()
+            key = request.path.removeprefix(f"/{BUCKET}/")
+            self.gets[key] += request.method == "GET" and not request.query_string
             if put:
-                key = request.path.removeprefix(f"/{BUCKET}/")
                 self.puts[key] += 1
                 self.taken[key] += reply.status == 412
                 if self.lose_replies and reply.status == 200:
