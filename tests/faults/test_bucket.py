@@ -255,6 +255,23 @@ def test_reuse_copies_within_the_bucket_and_delete_and_gc_empty_it(service: Serv
     assert s3.keys() == {} and not list((service.rig.store / "jobs").iterdir())
 
 
+def test_a_pause_is_heard_while_objects_are_taken_over(service: Service, s3: S3) -> None:
+    """Seen to fail with a take-over that goes on to the end of its batch."""
+    service.start()
+    service.dataset(token_rows(60, 20))
+    run(service)
+    s3.slow_s = 0.2
+    second = service.api.submit("ds-1")["job_id"]
+    until(lambda: len(s3.keys(f"train/{second}/")) > 3, "it takes objects over", 20)
+    service.post(f"/v1/jobs/{second}/pause")
+    until(lambda: not service.api.job(second)["batches"]["outstanding"], "its batch is handed back", 4)
+    assert len(s3.keys(f"train/{second}/")) < 40
+    s3.slow_s = 0.0
+    service.post(f"/v1/jobs/{second}/resume")
+    job = service.api.until_state(second, *ENDED, seconds=40)
+    assert job["rows"]["reused"] == 60 and service.rig.stats()["requests"] == 60 and verified(service, job) == {}
+
+
 def test_rows_that_were_read_leave_the_bucket(service: Service, s3: S3) -> None:
     """Seen to fail with acknowledgements that free files of the folder."""
     service.start()
