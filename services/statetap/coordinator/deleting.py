@@ -49,6 +49,7 @@ def remove_dataset(catalog: Catalog, dataset_id: str, *, dry_run: bool, force: b
     """
     catalog.dataset(dataset_id)
     mine = [s.job_id for s in catalog.jobs() if s.dataset_id == dataset_id]
+    mine += catalog.later_jobs()  # of which dataset they are cannot be told
     running = [i for i in mine if not ended(catalog.control(i))]
     if running:
         raise RequestError(ErrorCode.CONFLICT, f"jobs that have not ended are made of it: {_some(running)}")

@@ -27,8 +27,8 @@ def open_batch(
     if not (spec.reuse_from and todo):
         return resumed
     # A row that was opened again is captured anew: what an earlier job has may be the same damaged file, by hard link.
-    wanted = (r for r in rows.read(min(todo), max(todo) + 1) if todo.get(r.row) == 0 and len(r.input_ids) <= spec.longest)
-    wanted = takewhile(lambda _: not stopped(), wanted)
+    found = takewhile(lambda _: not stopped(), rows.read(min(todo), max(todo) + 1))
+    wanted = (r for r in found if todo.get(r.row) == 0 and len(r.input_ids) <= spec.longest)
     taken = reuse_rows(store, job_dir, format, spec.reuse_from, batch.batch, attempt, wanted, todo, samples)
     if not taken:
         return resumed
