@@ -48,6 +48,7 @@ class S3:
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
         self.slow_s = 0.0  # before each PUT
+        self.away = False  # nothing is answered but 403
         self._folder = folder
         self._server_port = _free_port()
         self._port = 0
@@ -123,6 +124,10 @@ class S3:
         put = request.method == "PUT"
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         data = await request.read()
+        if self.away:
+            return web.Response(
+                status=403, text="<Error><Code>AccessDenied</Code><Message>away</Message></Error>", content_type="application/xml"
+            )
         if put:
             await asyncio.sleep(self.slow_s)
             if self.deny:

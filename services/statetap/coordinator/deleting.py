@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from itertools import chain
 
 from ..contracts.errors import ErrorCode, RequestError, StatetapError
 from ..contracts.layout import JOB
 from ..contracts.records import JobState
-from ..store.delete import Freed, clean_job, delete_dataset, delete_job, empty_trash
+from ..store.delete import Freed, clean_job, delete_dataset, delete_job, empty_trash, late_objects
 from . import space
 from .catalog import Catalog, ended, locked
 
@@ -70,7 +71,8 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
     """Jobs in these ended states for so long, trash, and files of ended jobs that their ledgers do not name. Raises StoreError."""
     wanted = set(states)
     before = time.time() - older_than_s
-    found = [space.Collected(kind="trash", name=name, **vars(freed)) for name, freed in empty_trash(catalog.store, dry_run=dry_run)]
+    left = chain(empty_trash(catalog.store, dry_run=dry_run), late_objects(catalog.store, dry_run=dry_run))
+    found = [space.Collected(kind="trash", name=name, **vars(freed)) for name, freed in left]
     for spec in list(catalog.jobs()):
         try:
             control = catalog.control(spec.job_id)
