@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
 from statetap.contracts.errors import ErrorCode, RequestError, StoreError
 from statetap.store.bucket import BucketSamples, parse_url, probe_bucket
+from tests.support.coordinator import PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
 from tests.support.redis import RedisServer, redis_client, redis_server
 from tests.support.s3 import BUCKET, S3, s3
 from tests.support.stack import cli
@@ -144,3 +147,32 @@ def test_doctor_tries_the_bucket(s3: S3, tmp_path: Path, monkeypatch: pytest.Mon
     s3.honest = False
     refused = cli("doctor", "--cpu", "--store", tmp_path / "store")
     assert refused.returncode == 1 and "If-None-Match" in refused.stdout
+
+
+def test_a_job_in_a_bucket_takes_no_room_of_the_store_and_is_counted_all_the_same(
+    s3: S3, tmp_path: Path, redis_server: RedisServer, redis_client: redis.Redis
+) -> None:
+    """Seen to fail with an estimate and a submission that look at the store's disk, and with rates of jobs in folders alone."""
+    coordinator, worker = Coordinator(tmp_path, redis_server.url, SAMPLES=s3.url), FakeWorker(redis_client, tmp_path / "store")
+    try:
+        coordinator.start()
+        huge = replace(PROFILE, hidden=1 << 40)
+        register_engine(redis_client, huge, worker="w2")
+        register_engine(redis_client)
+        dataset = make_dataset(coordinator.store, [90] * 4000)
+        told = coordinator.http.post("/v1/estimate", json={"dataset_id": dataset, "profile_id": huge.profile_id}).json()
+        assert told["bytes"] > told["free"] and told["fits"] and (told["missing"], told["alternatives"]) == (0, [])
+        assert coordinator.submit(dataset, profile_id=huge.profile_id)["samples"].startswith(f"{s3.url}/job-")
+        job = coordinator.submit(dataset, profile_id=PROFILE.profile_id)["job_id"]
+        task = worker.wait()
+        assert worker.lease(task, ttl_ms=60_000)
+        worker.run(task, rows=40)  # the window begins where the first rows are seen
+        until(lambda: coordinator.job(job)["rows"]["done"] == 40, "the first rows are told")
+        worker.run(task, rows=60)
+        until(lambda: coordinator.job(job)["rates"]["tokens_per_s"], "rates are told")
+        lines = dict(line.rsplit(" ", 1) for line in coordinator.http.get("/metrics").text.splitlines() if line[0] != "#")
+        assert all(float(lines[f"statetap_{unit}_per_second"]) > 0 for unit in ("rows", "tokens", "bytes"))
+        assert float(lines["statetap_store_reserved_bytes"]) == 0
+    finally:
+        worker.close()
+        coordinator.close()
