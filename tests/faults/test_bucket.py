@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from statetap.contracts.capture import new_lease
+from statetap.contracts.errors import ErrorCode, StoreError
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.bucket import BucketSamples
 from statetap.store.commit import Committer, Outcome
@@ -379,11 +380,18 @@ def test_a_clean_up_goes_on_where_the_bucket_is_away(service: Service, s3: S3) -
 
 
 def test_a_job_in_a_bucket_is_exported(service: Service, s3: S3, tmp_path: Path) -> None:
-    """Seen to fail with an export that opens files below the job's folder."""
+    """Seen to fail with an export that opens files below the job's folder, and with one that fetches them to hash them and again to load them."""
     service.start()
     service.dataset(token_rows(20, 20))
     job = run(service)
+    s3.gets.clear()
+    s3.cut_gets = 3  # connections that end under way are no damage, and no end of an export
     report = export_job(service.path(job["job_id"]), tmp_path / "out", FORMATS["speculators"])
-    assert (report.written, report.bad) == (20, 0)
+    assert (report.written, report.bad) == (20, 0) and sum(s3.gets.values()) == 23 + 20, "the end counts tokens"
+    s3.away = True
+    with pytest.raises(StoreError, match="AccessDenied") as e:
+        JobDataset(service.path(job["job_id"]))[3]
+    assert e.value.code is ErrorCode.STORE_IO
+    s3.away = False
     s3.client().delete_object(Bucket="drafts", Key=f"train/{job['job_id']}/rows_0-2000/data_2.safetensors")
     assert verified(service, job) == {"file_missing": 1}

@@ -44,11 +44,12 @@ class S3:
         self.puts: Counter[str] = Counter()  # answered by the server, by key
         self.taken: Counter[str] = Counter()  # of them: refused, since an object was there
         self.gets: Counter[str] = Counter()  # of objects, by key
+        self.away = False  # True: nothing is answered but 403
+        self.cut_gets = 0  # so many objects are sent by half before the connection ends
         self.honest = True  # False: the condition of a PUT is not passed on
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
         self.slow_s = 0.0  # before each PUT
-        self.away = False  # nothing is answered but 403
         self._folder = folder
         self._server_port = _free_port()
         self._port = 0
@@ -121,13 +122,12 @@ class S3:
         await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if self.away:
+            text = "<Error><Code>AccessDenied</Code><Message>away</Message></Error>"
+            return web.Response(status=403, text=text, content_type="application/xml")
         put = request.method == "PUT"
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         data = await request.read()
-        if self.away:
-            return web.Response(
-                status=403, text="<Error><Code>AccessDenied</Code><Message>away</Message></Error>", content_type="application/xml"
-            )
         if put:
             await asyncio.sleep(self.slow_s)
             if self.deny:
@@ -139,7 +139,11 @@ class S3:
         async with self._session.request(request.method, url, data=data, headers=headers, skip_auto_headers=("Content-Type",)) as reply:
             body = await reply.read()
             key = request.path.removeprefix(f"/{BUCKET}/")
-            self.gets[key] += request.method == "GET" and not request.query_string
+            if request.method == "GET" and not request.query_string:
+                self.gets[key] += 1
+                if self.cut_gets:
+                    self.cut_gets -= 1
+                    return await _cut(request, body)
             if put:
                 self.puts[key] += 1
                 self.taken[key] += reply.status == 412
@@ -151,6 +155,15 @@ class S3:
             if request.method == "HEAD":
                 kept["Content-Length"] = reply.headers.get("Content-Length", "0")
             return web.Response(status=reply.status, body=body, headers=kept)
+
+
+async def _cut(request: web.Request, body: bytes) -> web.StreamResponse:
+    cut = web.StreamResponse(headers={"Content-Length": str(len(body))})
+    await cut.prepare(request)
+    await cut.write(body[: len(body) // 2])
+    assert request.transport is not None
+    request.transport.close()
+    return cut
 
 
 @pytest.fixture

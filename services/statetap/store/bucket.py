@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from ..contracts.errors import ErrorCode, RequestError, StoreError
 from .check import Bytes
@@ -35,6 +36,7 @@ _FULL = ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull", "507")
 _TAKEN = "PreconditionFailed"
 _AT_ONCE = "ConditionalRequestConflict"  # two at once, and neither has won: S3 asks to try again
 _TRIES = 6
+_READS = 4  # of an object whose connection ends under way
 _PAGE = 1_000  # names in a request to delete
 
 NEXT_STEP = (
@@ -43,6 +45,15 @@ NEXT_STEP = (
 
 _clients: dict[tuple[int, str], Any] = {}  # by process, since sockets do not outlive a fork, and by endpoint
 _lock = threading.Lock()
+
+
+def _in_child() -> None:
+    """A thread of the parent may have held the lock at the fork, and is not here to let go."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _client() -> Any:
@@ -64,7 +75,10 @@ def _client() -> Any:
                 s3={"addressing_style": "path" if endpoint else "auto"},
             )
             logging.getLogger("botocore").setLevel(logging.WARNING)  # each horse would say where its credentials come from
-            found = _clients[key] = boto3.session.Session().client("s3", config=config)
+            try:
+                found = _clients[key] = boto3.session.Session().client("s3", config=config)
+            except ValueError as e:  # an endpoint that is no URL
+                raise OSError(errno.EINVAL, str(e)) from e
         return found
 
 
@@ -74,6 +88,16 @@ def parse_url(url: str) -> tuple[str, str]:
     if match is None:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"samples: {url!r} is not s3://bucket or s3://bucket/prefix")
     return match["bucket"], (match["prefix"] or "").strip("/")
+
+
+def _all_of(body: Any, size: int) -> Bytes:
+    data, at = np.empty(size, np.uint8), 0
+    while block := body.read(1 << 20):
+        data[at : at + len(block)] = np.frombuffer(block, np.uint8)
+        at += len(block)
+    if at != size:
+        raise OSError(errno.EIO, f"{at} of {size} bytes came")
+    return data
 
 
 class BucketSamples:
@@ -101,16 +125,16 @@ class BucketSamples:
         raise AssertionError("unreachable")
 
     def map(self, name: str) -> Bytes:
-        with self._as_os_error(name):
-            answer = _client().get_object(Bucket=self._bucket, Key=self._prefix + name)
-            data = np.empty(answer["ContentLength"], np.uint8)
-            at, body = 0, answer["Body"]
-            while block := body.read(1 << 20):
-                data[at : at + len(block)] = np.frombuffer(block, np.uint8)
-                at += len(block)
-        if at != len(data):
-            raise OSError(errno.EIO, f"{at} of {len(data)} bytes came", f"{self.url}/{name}")
-        return data
+        for left in reversed(range(_READS)):
+            with self._as_os_error(name):
+                answer = _client().get_object(Bucket=self._bucket, Key=self._prefix + name)
+                try:
+                    return _all_of(answer["Body"], answer["ContentLength"])
+                except (BotoCoreError, HTTPError, OSError) as e:
+                    # The connection ended under way: what the library tries again by itself is over with the answer's head.
+                    if not left:
+                        raise OSError(errno.EIO, str(e), self.place(name)) from e
+        raise AssertionError("unreachable")
 
     def open(self, name: str) -> pa.NativeFile:
         return pa.BufferReader(pa.py_buffer(self.map(name)))
@@ -121,9 +145,8 @@ class BucketSamples:
                 yield entry
 
     def _list(self, prefix: str) -> Iterator[Entry]:
-        pages = _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
         with self._as_os_error(prefix):
-            for page in pages:
+            for page in _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
                 for found in page.get("Contents", []):
                     yield Entry(name=found["Key"].removeprefix(self._prefix), size=found["Size"])
 

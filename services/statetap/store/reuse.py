@@ -31,7 +31,7 @@ from .ledger import JobLedger, LedgerWriter
 from .plan import read_plan
 from .rows import Row
 from .sample import expected_header, same_but_for_row
-from .samples import FolderSamples, Held, Opens, Samples, SampleStore, samples_of
+from .samples import FolderSamples, Held, Opens, Samples, SampleStore, fetched, samples_of
 
 log = logging.getLogger(__name__)
 
@@ -149,8 +149,8 @@ def _take(sources: list[_Source], ours: Samples, format: SampleFormat, row: Row,
                 continue
             name = sample(row.row, generation, format.suffix)
             try:
-                held = _held(source.samples, found)
-                if held is None or not _is_same(held, format, row, found):
+                held = fetched(source.samples, found.path)
+                if not _is_same(held, format, row, found):
                     continue
                 _copy(source.samples, found.path, held, ours, name)
             except FileExistsError:
@@ -176,15 +176,6 @@ def _take(sources: list[_Source], ours: Samples, format: SampleFormat, row: Row,
     return None
 
 
-def _held(samples: Samples, record: RowRecord) -> Opens | None:
-    """What a file is read from. An object is fetched whole and once: None for bytes that are not those of its record, which would be put
-    again as they came. Raises OSError."""
-    if isinstance(samples, FolderSamples):
-        return samples
-    data = samples.map(record.path)
-    return Held(data) if xxhash.xxh3_64_hexdigest(data.data) == record.xxh3 else None
-
-
 def _copy(source: Samples, path: str, held: Opens, ours: Samples, name: str) -> None:
     """By hard link, or from object to object by way of here: a copy within the service has no condition. Raises FileExistsError, OSError."""
     if isinstance(ours, FolderSamples) and isinstance(source, FolderSamples):
@@ -195,7 +186,12 @@ def _copy(source: Samples, path: str, held: Opens, ours: Samples, name: str) -> 
 
 
 def _is_same(samples: Opens, format: SampleFormat, row: Row, record: RowRecord) -> bool:
-    """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError."""
+    """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError.
+
+    Of an object all is here, and is put again as it came: its sum too.
+    """
+    if isinstance(samples, Held) and xxhash.xxh3_64_hexdigest(samples.data.data) != record.xxh3:
+        return False
     try:
         with SampleFile(samples, record.path, format) as f:
             if f.size != record.bytes:
