@@ -276,15 +276,16 @@ def test_a_pause_is_heard_while_objects_are_taken_over(service: Service, s3: S3)
 
 
 def test_rows_that_were_read_leave_the_bucket(service: Service, s3: S3) -> None:
-    """Seen to fail with acknowledgements that free files of the folder."""
+    """Seen to fail with acknowledgements that free files of the folder, and with a request for each row, while the job's lock is held."""
     service.start()
     service.dataset(token_rows(120, 50))
     most = 50 * (4096 + 50 * (4 * 64 * 2 + 5))
     job = service.api.submit("ds-1", retain="until_read", retain_bytes=most)["job_id"]
     service.api.until_state(job, "paused", reason="store_full", seconds=30)
     assert 0 < sum(s3.keys().values()) <= most
+    s3.requests.clear()
     read = [int(i["row"]) for i in JobStream(service.path(job), ack=lambda ranges: service.post(f"/v1/jobs/{job}/acks", 200, rows=ranges))]
-    assert sorted(read) == list(range(120)) and s3.keys() == {}
+    assert sorted(read) == list(range(120)) and s3.keys() == {} and s3.requests["DELETE"] == 0 < s3.requests["POST"] <= 20
     eventually("it has ended", lambda: service.api.job(job)["state"] == "completed")
 
 

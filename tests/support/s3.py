@@ -43,6 +43,7 @@ class S3:
         self.url = f"s3://{BUCKET}/train"
         self.puts: Counter[str] = Counter()  # answered by the server, by key
         self.taken: Counter[str] = Counter()  # of them: refused, since an object was there
+        self.requests: Counter[str] = Counter()  # by method
         self.gets: Counter[str] = Counter()  # of objects, by key
         self.away = False  # True: nothing is answered but 403
         self.cut_gets = 0  # so many objects are sent by half before the connection ends
@@ -138,6 +139,7 @@ class S3:
         url = f"http://127.0.0.1:{self._server_port}{request.raw_path}"
         async with self._session.request(request.method, url, data=data, headers=headers, skip_auto_headers=("Content-Type",)) as reply:
             body = await reply.read()
+            self.requests[request.method] += 1
             key = request.path.removeprefix(f"/{BUCKET}/")
             if request.method == "GET" and not request.query_string:
                 self.gets[key] += 1

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 from ..contracts.errors import ErrorCode, RequestError, StatetapError
@@ -82,7 +84,7 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
             if whole:
                 freed = remove_job(catalog, spec.job_id, dry_run=dry_run)
             else:
-                freed = clean_job(catalog.job_path(spec.job_id), dry_run=dry_run)
+                freed = clean_job(catalog.job_path(spec.job_id), partial(_held, catalog, spec.job_id, control.revision), dry_run=dry_run)
         except StatetapError as e:
             if not (catalog.job_path(spec.job_id) / JOB).exists():  # deleted by another request meanwhile
                 continue
@@ -91,6 +93,13 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
         if freed.files:
             found.append(space.Collected(kind="job" if whole else "unnamed_files", name=spec.job_id, **vars(freed)))
     return found
+
+
+@contextmanager
+def _held(catalog: Catalog, job_id: str, revision: int) -> Iterator[bool]:
+    """Whether nothing has changed a job; nothing does, within the block. Raises RequestError, StoreError."""
+    with locked(catalog.job_path(job_id)):
+        yield catalog.control(job_id).revision == revision
 
 
 def _some(ids: list[str]) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import boto3
@@ -168,6 +169,11 @@ class BucketSamples:
         with self._as_os_error(name):
             _client().delete_object(Bucket=self._bucket, Key=self._prefix + name)
 
+    def remove_many(self, names: Iterable[str]) -> None:
+        left = iter(names)
+        while page := list(islice(left, _PAGE)):
+            self._remove_page(page)
+
     def place(self, name: str) -> str:
         return f"{self.url}/{name}"
 
@@ -180,22 +186,17 @@ class BucketSamples:
 
     def remove_all(self) -> Iterator[Entry]:
         """Remove all of it; what goes is given out."""
-        page: list[Entry] = []
-        for entry in self.all():
-            page.append(entry)
-            if len(page) == _PAGE:
-                yield from self._remove_page(page)
-                page = []
-        if page:
-            yield from self._remove_page(page)
+        left = self.all()
+        while page := list(islice(left, _PAGE)):
+            self._remove_page([e.name for e in page])
+            yield from page
 
-    def _remove_page(self, page: list[Entry]) -> Iterable[Entry]:
+    def _remove_page(self, names: list[str]) -> None:
         with self._as_os_error(""):
-            objects = [{"Key": self._prefix + e.name} for e in page]
+            objects = [{"Key": self._prefix + name} for name in names]
             answer = _client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
         if errors := answer.get("Errors"):
             raise OSError(errno.EIO, f"{errors[0].get('Code')}: {errors[0].get('Message')}", f"{self.url}/{errors[0].get('Key')}")
-        return page
 
     @contextlib.contextmanager
     def _as_os_error(self, name: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.errors import ErrorCode, RequestError, StatetapError, StoreError
-from ..contracts.layout import DATASETS, DELETED, JOB, JOB_ID, JOBS, SAMPLE_NAME, TEMP_PREFIX, folder
+from ..contracts.layout import DATASETS, DELETED, JOB, JOB_ID, JOBS, ROWS_PER_FOLDER, SAMPLE_NAME, TEMP_PREFIX, folder
 from ..contracts.records import RowState
 from .acks import load_acks
 from .fs import fsync_dir, make_dirs, read_json, remove, replace_file, store_error, to_json
@@ -41,6 +41,9 @@ TRASH_PREFIX = ".trash-"
 NOTE_KEPT_S = 7 * 86_400.0  # of a deleted job's objects: no worker sleeps longer and then goes on
 NO_JOB_AFTER_S = 86_400.0  # of a folder without job.json: a submission writes that within seconds
 ORPHAN_AFTER_S = 60.0  # of a temp that is written and named in milliseconds
+
+
+Hold = Callable[[], contextlib.AbstractContextManager[bool]]
 
 
 @dataclass(frozen=True)
@@ -263,39 +266,55 @@ def late_objects(store: Path, *, dry_run: bool = False) -> Iterator[tuple[str, F
             yield job_id, freed
 
 
-def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
+def clean_job(job_dir: Path, hold: Hold = lambda: contextlib.nullcontext(True), *, dry_run: bool = False) -> Freed:
     """Remove from an ended job what nobody needs: temps, files of generations that were written again, and of acknowledged rows.
 
-    Raises StoreError. A job that is being read is cleaned all the same: nothing that a reader may open goes.
+    ``hold``: keeps a job from going back to work while one folder is looked at; False when it has done so since the ledger was read, and
+    files could have come that this does not know of. Raises StoreError. A job that is being read is cleaned all the same: nothing that a
+    reader may open goes.
     """
     try:
         samples = samples_of(job_dir, load_job(job_dir))
-        ledger = JobLedger(job_dir)
-        acks = load_acks(job_dir)
         freed = Freed()
-        for batch in read_plan(job_dir):
-            records = ledger.records(batch.batch)
-            named = {r.path for r in records.values() if r.state == RowState.DONE.value and r.row not in acks}
-            for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
-                freed += _clean_folder(samples, name, range(batch.start, batch.stop), named, dry_run)
+        for rows, named in _needed(job_dir):
+            with hold() as same:
+                if not same:
+                    return freed
+                freed += _clean_folder(samples, rows, named, dry_run)
         return freed + _clean_top(job_dir, dry_run)
     except OSError as e:
         raise store_error(e, f"clean {job_dir.name}") from e
 
 
-def _clean_folder(samples: SampleStore, name: str, rows: range, named: set[str], dry_run: bool) -> Freed:
+def _needed(job_dir: Path) -> Iterator[tuple[range, set[str]]]:
+    """By folder, each once: its rows, and the files of it that the ledger names and nobody has acknowledged."""
+    ledger, acks = JobLedger(job_dir), load_acks(job_dir)
+    named: dict[str, set[str]] = {}
+    begin = end = 0
+    for batch in read_plan(job_dir):
+        for r in ledger.records(batch.batch).values():
+            if r.state == RowState.DONE.value and r.row not in acks:
+                named.setdefault(folder(r.row), set()).add(r.path)
+        end = batch.stop
+        while begin + ROWS_PER_FOLDER <= end:
+            yield range(begin, begin + ROWS_PER_FOLDER), named.pop(folder(begin), set())
+            begin += ROWS_PER_FOLDER
+    if begin < end:
+        yield range(begin, end), named.pop(folder(begin), set())
+
+
+def _clean_folder(samples: SampleStore, rows: range, named: set[str], dry_run: bool) -> Freed:
+    name = folder(rows.start)
+
     def superfluous(entry: str) -> bool:
         match = SAMPLE_NAME.fullmatch(entry)
         superseded = match is not None and int(match["row"]) in rows and f"{name}/{entry}" not in named
-        # A temp belongs to no batch by its name alone; the first batch that looks into the folder takes it.
         return superseded or entry.startswith(TEMP_PREFIX)
 
-    freed = Freed()
-    for entry in samples.entries(name, superfluous):
-        if not dry_run:
-            samples.remove(entry.name)
-        freed += Freed(1, entry.size if entry.last else 0)
-    return freed
+    found = list(samples.entries(name, superfluous))
+    if not dry_run:
+        samples.remove_many(e.name for e in found)
+    return Freed(len(found), sum(e.size for e in found if e.last))
 
 
 def _clean_top(job_dir: Path, dry_run: bool) -> Freed:

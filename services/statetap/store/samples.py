@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Union
@@ -83,6 +83,8 @@ class SampleStore(Reads, Protocol):
         """No error where it is not there."""
         ...
 
+    def remove_many(self, names: Iterable[str]) -> None: ...
+
     def settle(self, folder: str) -> None:
         """Names that came into a folder stay after a loss of power."""
         ...
@@ -124,6 +126,10 @@ class FolderSamples:
 
     def remove(self, name: str) -> None:
         remove(self.root / name)
+
+    def remove_many(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.remove(name)
 
     def place(self, name: str) -> str:
         return str(self.root / name)
