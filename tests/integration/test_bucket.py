@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from statetap.contracts.errors import ErrorCode, RequestError, StoreError
+from statetap.store import bucket as bucket_module
 from statetap.store.bucket import BucketSamples, parse_url, probe_bucket
 from tests.support.redis import RedisServer, redis_client, redis_server
 from tests.support.s3 import BUCKET, S3, s3
@@ -38,6 +39,16 @@ def test_a_put_whose_reply_is_lost_is_there_once_and_not_claimed(s3: S3) -> None
     s3.lose_replies = 1
     assert not bucket.put("a/b", b"ours")  # the library's second try met our first: the caller looks at what is there
     assert bucket.map("a/b").tobytes() == b"ours" and s3.puts["train/job-1/a/b"] == 2
+
+
+def test_a_row_may_take_longer_than_a_connect(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with the bytearray as body: all of it had the time of one connect, and was begun again and again."""
+    monkeypatch.setattr(bucket_module, "_CONNECT_S", 0.5)
+    s3.up_bytes_per_s = 8 << 20
+    data = bytearray(os.urandom(16 << 20))  # as a worker has it; more than the sockets' buffers hold
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    assert bucket.put("a/b", data) and s3.puts["train/job-1/a/b"] == 1
+    assert s3.client().get_object(Bucket=BUCKET, Key="train/job-1/a/b")["Body"].read() == data
 
 
 def test_folders_are_listed_whole_and_alone_whatever_their_size(s3: S3) -> None:
@@ -93,10 +104,8 @@ def test_a_client_is_not_taken_along_into_a_fork(s3: S3) -> None:
 
 
 def _length_and_client(bucket: BucketSamples) -> tuple[int, bool]:
-    from statetap.store import bucket as module
-
     length = len(bucket.map("a/b"))
-    return length, os.getppid() in {pid for pid, _ in module._clients}
+    return length, os.getppid() in {pid for pid, _ in bucket_module._clients}
 
 
 def test_the_probe_refuses_a_service_that_replaces_objects_and_leaves_nothing(s3: S3) -> None:

@@ -36,6 +36,7 @@ _TAKEN = "PreconditionFailed"
 _AT_ONCE = "ConditionalRequestConflict"  # two at once, and neither has won: S3 asks to try again
 _TRIES = 6
 _PAGE = 1_000  # names in a request to delete
+_CONNECT_S = 5.0  # also for each block of a body to go out
 
 NEXT_STEP = (
     "Use an object store that honours If-None-Match on PUT, or leave STATETAP_SAMPLES unset: samples stand in the store's folder then."
@@ -54,7 +55,7 @@ def _client() -> Any:
             _clients.clear()
             config = Config(
                 retries={"mode": "standard", "total_max_attempts": 6},
-                connect_timeout=5,
+                connect_timeout=_CONNECT_S,
                 read_timeout=60,
                 max_pool_connections=32,
                 # Our own sum goes along with each PUT; what the library would add by itself, older servers do not take.
@@ -90,7 +91,9 @@ class BucketSamples:
         for left in reversed(range(_TRIES)):
             try:
                 with self._as_os_error(name):
-                    _client().put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*", ChecksumCRC32=total)
+                    # A file: a bytearray goes to the socket in one call, which has the time of one connect for all of it.
+                    body = pa.BufferReader(pa.py_buffer(data))
+                    _client().put_object(Bucket=self._bucket, Key=self._prefix + name, Body=body, IfNoneMatch="*", ChecksumCRC32=total)
                 return True
             except FileExistsError:
                 return False
