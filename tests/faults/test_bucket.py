@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,35 +20,22 @@ from statetap.store.reader import JobDataset
 from statetap.store.rows import RowsFile
 from statetap.store.sample import Placed, SampleWriter
 from statetap.store.stream import JobStream
-from statetap.store.verify import verify_job
 from tests.faults.forms import SEED, figure, times
 from tests.support.coordinator import until
 from tests.support.jobs import StateMaker, make_job, profile, token_rows
 from tests.support.redis import RedisServer, free_port
 from tests.support.s3 import S3, s3
-from tests.support.service import Service
-from tests.support.stack import ledger_lines
-from tests.support.storm import Storm, completed
+from tests.support.service import ENDED, Service, run, verified
+from tests.support.storm import Storm, assert_each_row_once, completed
 from tests.support.workers import eventually
 
 __all__ = ["s3"]
-
-ENDED = ("completed", "completed_with_errors")
 
 
 @pytest.fixture
 def service(tmp_path: Path, redis_server: RedisServer, s3: S3):
     with Service(tmp_path, redis_server.url, settings={"PORT": str(free_port()), "SAMPLES": s3.url}) as made:
         yield made
-
-
-def run(service: Service, **fields: object) -> dict:
-    return service.api.until_state(service.api.submit("ds-1", **fields)["job_id"], *ENDED, seconds=40)
-
-
-def verified(service: Service, job: dict) -> dict[str, int]:
-    """Problems by their code, of a job and its rows."""
-    return verify_job(service.path(job["job_id"]), service.rig.store / "datasets" / "ds-1" / "rows.arrow").counts
 
 
 def equal(a: Path, b: Path, **chosen: object) -> bool:
@@ -102,10 +88,7 @@ def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: Red
             storm.run(lambda: over() or storm.kills.total() >= most, 600)
             kills = storm.kills.total()
             eventually("it is complete", over, 120)
-        path = service.path(job)
-        assert Counter(line["row"] for line in ledger_lines(path) if line["state"] == "done") == Counter(range(count))
-        assert len(s3.keys(f"train/{job}/")) == count
-        assert verified(service, {"job_id": job}) == {}
+        assert_each_row_once(service, job, count, s3.keys(f"train/{job}/"))
         assert kills >= times(5, 60)
         note = f"{count:,} rows into a bucket, {kills} kills, {sum(n > 1 for n in s3.puts.values())} rows put again"
         print(f"\n{note}")

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class S3:
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
         self.slow_s = 0.0  # before each PUT
+        self.away_until = 0.0  # time.monotonic: until then no request is answered
         self.up_bytes_per_s = 0  # so fast are bodies taken; 0: as they come
         self._folder = folder
         self._server_port = _free_port()
@@ -131,6 +133,10 @@ class S3:
         return io.BytesIO(taken)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if time.monotonic() < self.away_until:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         put = request.method == "PUT"
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         data = await self._body(request)
