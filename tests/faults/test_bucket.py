@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,24 @@ def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: Red
         note = f"{count:,} rows into a bucket, {kills} kills, {sum(n > 1 for n in s3.puts.values())} rows put again"
         print(f"\n{note}")
         figure("faults.bucket_kills", kills, "kills", note)
+
+
+@pytest.mark.timeout(900)
+def test_what_a_job_in_a_bucket_leaves_on_the_store_is_some_hundred_bytes_a_row(service: Service, s3: S3) -> None:
+    """Seen to fail with samples in the folder."""
+    count = times(400, 4_000)
+    service.start(workers=2)
+    service.dataset(token_rows(count, 20))
+    job = service.api.until_state(service.api.submit("ds-1")["job_id"], *ENDED, seconds=600)
+    assert job["rows"]["done"] == count == len(s3.keys(f"train/{job['job_id']}/"))
+    path, sizes = service.path(job["job_id"]), Counter[str]()
+    for file in path.rglob("*"):
+        if file.is_file():
+            sizes[str(file.relative_to(path)).partition("/")[0]] += file.stat().st_size
+    a_row = sizes.total() / count
+    assert 100 < a_row < 500 and {"job.json", "plan.parquet", "ledger", "manifest.parquet", "COMPLETE"} <= sizes.keys()
+    parts = ", ".join(f"{name} {size:,}" for name, size in sizes.most_common(3))
+    figure("s3.record_bytes_a_row", round(a_row), "bytes", f"{count:,} rows, the job's folder in all: {parts} bytes, the rest of a fixed size")
 
 
 def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:
