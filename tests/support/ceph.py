@@ -108,6 +108,7 @@ class Ceph:
             keys = (f"--access-key={self.access_key}", f"--secret-key={self.secret_key}")
             self.admin("user", "create", f"--uid={USER}", f"--display-name={USER}", *keys)
             self.start_gateway()
+            self.client().put_object(Bucket=self.bucket(), Key="first")  # makes the pools
         except BaseException:
             self.__exit__()
             raise
