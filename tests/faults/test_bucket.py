@@ -24,35 +24,22 @@ from statetap.store.reader import JobDataset
 from statetap.store.rows import RowsFile
 from statetap.store.sample import Placed, SampleWriter
 from statetap.store.stream import JobStream
-from statetap.store.verify import verify_job
 from tests.faults.forms import SEED, figure, times
 from tests.support.coordinator import until
 from tests.support.jobs import StateMaker, make_job, profile, token_rows
 from tests.support.redis import RedisServer, free_port
 from tests.support.s3 import S3, s3
-from tests.support.service import Service
-from tests.support.stack import ledger_lines
-from tests.support.storm import Storm, completed
+from tests.support.service import ENDED, Service, run, verified
+from tests.support.storm import Storm, assert_each_row_once, completed
 from tests.support.workers import eventually
 
 __all__ = ["s3"]
-
-ENDED = ("completed", "completed_with_errors")
 
 
 @pytest.fixture
 def service(tmp_path: Path, redis_server: RedisServer, s3: S3):
     with Service(tmp_path, redis_server.url, settings={"PORT": str(free_port()), "SAMPLES": s3.url}) as made:
         yield made
-
-
-def run(service: Service, **fields: object) -> dict:
-    return service.api.until_state(service.api.submit("ds-1", **fields)["job_id"], *ENDED, seconds=40)
-
-
-def verified(service: Service, job: dict) -> dict[str, int]:
-    """Problems by their code, of a job and its rows."""
-    return verify_job(service.path(job["job_id"]), service.rig.store / "datasets" / "ds-1" / "rows.arrow").counts
 
 
 def equal(a: Path, b: Path, **chosen: object) -> bool:
@@ -105,14 +92,31 @@ def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: Red
             storm.run(lambda: over() or storm.kills.total() >= most, 600)
             kills = storm.kills.total()
             eventually("it is complete", over, 120)
-        path = service.path(job)
-        assert Counter(line["row"] for line in ledger_lines(path) if line["state"] == "done") == Counter(range(count))
-        assert len(s3.keys(f"train/{job}/")) == count
-        assert verified(service, {"job_id": job}) == {}
+        assert_each_row_once(service, job, count, s3.keys(f"train/{job}/"))
         assert kills >= times(5, 60)
         note = f"{count:,} rows into a bucket, {kills} kills, {sum(n > 1 for n in s3.puts.values())} rows put again"
         print(f"\n{note}")
         figure("faults.bucket_kills", kills, "kills", note)
+
+
+@pytest.mark.timeout(900)
+def test_what_a_job_in_a_bucket_leaves_on_the_store_is_some_hundred_bytes_a_row(service: Service, s3: S3) -> None:
+    """Seen to fail with samples in the folder."""
+    count = times(400, 4_000)
+    service.start(workers=2)
+    service.dataset(token_rows(count, 20))
+    job = service.api.until_state(service.api.submit("ds-1")["job_id"], *ENDED, seconds=600)
+    assert job["rows"]["done"] == count == len(s3.keys(f"train/{job['job_id']}/"))
+    path, sizes = service.path(job["job_id"]), Counter[str]()
+    for file in path.rglob("*"):
+        if file.is_file():
+            sizes[str(file.relative_to(path)).partition("/")[0]] += file.stat().st_size
+    a_row = sizes.total() / count
+    assert 100 < a_row < 500 and {"job.json", "plan.parquet", "ledger", "manifest.parquet", "COMPLETE"} <= sizes.keys()
+    parts = ", ".join(f"{name} {size:,}" for name, size in sizes.most_common(3))
+    figure(
+        "s3.record_bytes_a_row", round(a_row), "bytes", f"{count:,} rows, the job's folder in all: {parts} bytes, the rest of a fixed size"
+    )
 
 
 def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:

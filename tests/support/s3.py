@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -51,6 +53,8 @@ class S3:
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
         self.slow_s = 0.0  # before each PUT
+        self.away_until = 0.0  # time.monotonic: until then no request is answered
+        self.up_bytes_per_s = 0  # so fast are bodies taken; 0: as they come
         self._folder = folder
         self._server_port = _free_port()
         self._port = 0
@@ -114,21 +118,35 @@ class S3:
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # what is not taken stays with the sender
+        listener.bind(("127.0.0.1", 0))
+        await web.SockSite(self._runner, listener).start()
         self._port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
 
+    async def _body(self, request: web.Request) -> io.BytesIO:
+        taken = bytearray()
+        while block := await request.content.readany():
+            taken += block
+            if self.up_bytes_per_s:
+                await asyncio.sleep(len(block) / self.up_bytes_per_s)
+        return io.BytesIO(taken)
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if self.away:
             text = "<Error><Code>AccessDenied</Code><Message>away</Message></Error>"
             return web.Response(status=403, text=text, content_type="application/xml")
+        if time.monotonic() < self.away_until:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         put = request.method == "PUT"
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
-        data = await request.read()
+        data = await self._body(request)
         if put:
             await asyncio.sleep(self.slow_s)
             if self.deny:
