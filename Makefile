@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration integration-engine integration-services models faults e2e containers chart trainers bench engine-soak figures docs clean engine-old
+.PHONY: help setup demo test check unit integration integration-engine integration-services models faults e2e s3 containers chart trainers bench engine-soak figures docs clean engine-old
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,10 @@ faults: setup ## Killed workers, full disks, torn writes: the full form (tens of
 
 e2e: setup ## The whole stack by its command line
 	@$(PY) -m pytest -q tests/e2e
+
+s3: setup ## Samples in a bucket of a real service, Ceph's gateway, that is started for it (needs its packages: says which)
+	@$(PY) -m tests.support.ceph
+	@$(PY) -m pytest -q -s tests/s3
 
 chart: setup ## The Helm chart: lint, value sets that must be refused or render, rendered objects (real helm, no cluster)
 	@$(PY) -m pytest -q tests/chart

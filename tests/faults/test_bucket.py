@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -11,45 +13,33 @@ import pytest
 import torch
 
 from statetap.contracts.capture import new_lease
+from statetap.contracts.errors import ErrorCode, StoreError
 from statetap.contracts.sample_format import SampleFormat
 from statetap.store.bucket import BucketSamples
 from statetap.store.commit import Committer, Outcome
-from statetap.store.delete import TRASH_PREFIX
+from statetap.store.delete import NOTE_KEPT_S, TRASH_PREFIX, delete_job
 from statetap.store.export.registry import FORMATS
 from statetap.store.export.run import export_job
 from statetap.store.reader import JobDataset
 from statetap.store.rows import RowsFile
 from statetap.store.sample import Placed, SampleWriter
 from statetap.store.stream import JobStream
-from statetap.store.verify import verify_job
 from tests.faults.forms import SEED, figure, times
 from tests.support.coordinator import until
 from tests.support.jobs import StateMaker, make_job, profile, token_rows
 from tests.support.redis import RedisServer, free_port
 from tests.support.s3 import S3, s3
-from tests.support.service import Service
-from tests.support.stack import ledger_lines
-from tests.support.storm import Storm, completed
+from tests.support.service import ENDED, Service, run, verified
+from tests.support.storm import Storm, assert_each_row_once, completed
 from tests.support.workers import eventually
 
 __all__ = ["s3"]
-
-ENDED = ("completed", "completed_with_errors")
 
 
 @pytest.fixture
 def service(tmp_path: Path, redis_server: RedisServer, s3: S3):
     with Service(tmp_path, redis_server.url, settings={"PORT": str(free_port()), "SAMPLES": s3.url}) as made:
         yield made
-
-
-def run(service: Service, **fields: object) -> dict:
-    return service.api.until_state(service.api.submit("ds-1", **fields)["job_id"], *ENDED, seconds=40)
-
-
-def verified(service: Service, job: dict) -> dict[str, int]:
-    """Problems by their code, of a job and its rows."""
-    return verify_job(service.path(job["job_id"]), service.rig.store / "datasets" / "ds-1" / "rows.arrow").counts
 
 
 def equal(a: Path, b: Path, **chosen: object) -> bool:
@@ -102,14 +92,31 @@ def test_a_storm_of_kills_leaves_each_row_once(tmp_path: Path, redis_server: Red
             storm.run(lambda: over() or storm.kills.total() >= most, 600)
             kills = storm.kills.total()
             eventually("it is complete", over, 120)
-        path = service.path(job)
-        assert Counter(line["row"] for line in ledger_lines(path) if line["state"] == "done") == Counter(range(count))
-        assert len(s3.keys(f"train/{job}/")) == count
-        assert verified(service, {"job_id": job}) == {}
+        assert_each_row_once(service, job, count, s3.keys(f"train/{job}/"))
         assert kills >= times(5, 60)
         note = f"{count:,} rows into a bucket, {kills} kills, {sum(n > 1 for n in s3.puts.values())} rows put again"
         print(f"\n{note}")
         figure("faults.bucket_kills", kills, "kills", note)
+
+
+@pytest.mark.timeout(900)
+def test_what_a_job_in_a_bucket_leaves_on_the_store_is_some_hundred_bytes_a_row(service: Service, s3: S3) -> None:
+    """Seen to fail with samples in the folder."""
+    count = times(400, 4_000)
+    service.start(workers=2)
+    service.dataset(token_rows(count, 20))
+    job = service.api.until_state(service.api.submit("ds-1")["job_id"], *ENDED, seconds=600)
+    assert job["rows"]["done"] == count == len(s3.keys(f"train/{job['job_id']}/"))
+    path, sizes = service.path(job["job_id"]), Counter[str]()
+    for file in path.rglob("*"):
+        if file.is_file():
+            sizes[str(file.relative_to(path)).partition("/")[0]] += file.stat().st_size
+    a_row = sizes.total() / count
+    assert 100 < a_row < 500 and {"job.json", "plan.parquet", "ledger", "manifest.parquet", "COMPLETE"} <= sizes.keys()
+    parts = ", ".join(f"{name} {size:,}" for name, size in sizes.most_common(3))
+    figure(
+        "s3.record_bytes_a_row", round(a_row), "bytes", f"{count:,} rows, the job's folder in all: {parts} bytes, the rest of a fixed size"
+    )
 
 
 def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:
@@ -227,13 +234,19 @@ def test_verify_names_damaged_objects_and_a_repair_captures_those_alone(service:
 
 
 def test_reuse_copies_within_the_bucket_and_delete_and_gc_empty_it(service: Service, s3: S3) -> None:
-    """Seen to fail with a delete of the folder alone."""
+    """Seen to fail with a delete of the folder alone, with an object that is fetched to be looked at and again to be copied, and with a
+    damaged object that is copied (its states are not what the row is told by)."""
     service.start()
     rows = token_rows(60, 20)
     service.dataset(rows)
     first = run(service, rows=40)
+    key = f"train/{first['job_id']}/rows_0-2000/data_9.safetensors"
+    data = s3.client().get_object(Bucket="drafts", Key=key)["Body"].read()
+    s3.client().put_object(Bucket="drafts", Key=key, Body=data[:5000] + bytes([data[5000] ^ 4]) + data[5001:])
+    s3.gets.clear()
     second = run(service)
-    assert second["rows"]["reused"] == 40 and service.rig.stats()["requests"] == 60 and verified(service, second) == {}
+    assert sum(s3.gets.values()) == 40 and set((+s3.gets).values()) == {1}
+    assert second["rows"]["reused"] == 39 and service.rig.stats()["requests"] == 61 and verified(service, second) == {}
     dry = service.api.http.delete(f"/v1/jobs/{first['job_id']}", params={"dry_run": True}).json()
     freed = service.api.http.delete(f"/v1/jobs/{first['job_id']}").json()
     assert freed["files"] == dry["files"] > 40 and freed["bytes"] == dry["bytes"] > first["bytes"]["committed"]
@@ -249,25 +262,141 @@ def test_reuse_copies_within_the_bucket_and_delete_and_gc_empty_it(service: Serv
     assert s3.keys() == {} and not list((service.rig.store / "jobs").iterdir())
 
 
+def test_a_pause_is_heard_while_objects_are_taken_over(service: Service, s3: S3) -> None:
+    """Seen to fail with a take-over that goes on to the end of its batch."""
+    service.start()
+    service.dataset(token_rows(60, 20))
+    run(service)
+    s3.slow_s = 0.2
+    second = service.api.submit("ds-1")["job_id"]
+    until(lambda: len(s3.keys(f"train/{second}/")) > 3, "it takes objects over", 20)
+    service.post(f"/v1/jobs/{second}/pause")
+    until(lambda: not service.api.job(second)["batches"]["outstanding"], "its batch is handed back", 4)
+    assert len(s3.keys(f"train/{second}/")) < 40
+    s3.slow_s = 0.0
+    service.post(f"/v1/jobs/{second}/resume")
+    job = service.api.until_state(second, *ENDED, seconds=40)
+    assert job["rows"]["reused"] == 60 and service.rig.stats()["requests"] == 60 and verified(service, job) == {}
+
+
 def test_rows_that_were_read_leave_the_bucket(service: Service, s3: S3) -> None:
-    """Seen to fail with acknowledgements that free files of the folder."""
+    """Seen to fail with acknowledgements that free files of the folder, and with a request for each row, while the job's lock is held."""
     service.start()
     service.dataset(token_rows(120, 50))
     most = 50 * (4096 + 50 * (4 * 64 * 2 + 5))
     job = service.api.submit("ds-1", retain="until_read", retain_bytes=most)["job_id"]
     service.api.until_state(job, "paused", reason="store_full", seconds=30)
     assert 0 < sum(s3.keys().values()) <= most
+    s3.requests.clear()
     read = [int(i["row"]) for i in JobStream(service.path(job), ack=lambda ranges: service.post(f"/v1/jobs/{job}/acks", 200, rows=ranges))]
-    assert sorted(read) == list(range(120)) and s3.keys() == {}
+    assert sorted(read) == list(range(120)) and s3.keys() == {} and s3.requests["DELETE"] == 0 < s3.requests["POST"] <= 20
     eventually("it has ended", lambda: service.api.job(job)["state"] == "completed")
 
 
+def test_objects_that_come_after_their_job_was_deleted_are_found_and_no_others(service: Service, s3: S3, tmp_path: Path) -> None:
+    """The bucket is another store's too. Seen to fail without the note that a deleted job leaves, with a clean-up that looks below the
+    whole prefix, and with one that does not see that the job is back."""
+    service.start()
+    service.dataset(token_rows(12, 20))
+    kept, gone, back = (run(service, reuse=False)["job_id"] for _ in range(3))
+    shutil.copytree(service.path(back), tmp_path / "backup")
+    for job in (gone, back):
+        assert service.api.http.delete(f"/v1/jobs/{job}").json()["files"] > 12
+    shutil.copytree(tmp_path / "backup", service.path(back))
+    late, theirs = (
+        [f"train/{job}/rows_0-2000/data_3.safetensors" for job in (gone, back)],
+        [
+            "train/job-0123456789abcdef/rows_0-2000/data_3.safetensors",  # of another store
+            f"train/{gone}x/rows_0-2000/data_3.safetensors",
+            f"train/{gone}",
+        ],
+    )
+    for key in late + theirs:
+        s3.client().put_object(Bucket="drafts", Key=key, Body=b"late")
+    for dry_run, count in ((True, 1), (True, 1), (False, 1), (False, 0)):
+        found = service.post("/v1/gc", 200, dry_run=dry_run)["items"]
+        assert [(i["kind"], i["name"], i["files"], i["bytes"]) for i in found] == [("trash", gone, 1, 4)] * count
+        there = set(s3.keys())
+        assert (late[0] in there) == dry_run and there > {late[1], *theirs} and verified(service, {"job_id": kept}) == {}
+    # It looks there for a week.
+    note = service.rig.store / "deleted" / f"{gone}.json"
+    assert [p.name for p in note.parent.iterdir()] == [note.name], "that of the job that is back is gone"
+    data = json.loads(note.read_text())
+    note.write_text(json.dumps(data | {"at": data["at"] - NOTE_KEPT_S - 1}))
+    s3.client().put_object(Bucket="drafts", Key=late[0], Body=b"late")
+    service.post("/v1/gc", 200, dry_run=False)
+    assert not s3.keys(late[0]) and not note.exists()
+
+
+@pytest.mark.timeout(180)
+def test_what_a_worker_puts_after_its_job_was_deleted_is_freed(service: Service, s3: S3) -> None:
+    """A horse that sleeps over its lease, the job's cancellation and its deletion. Seen to fail with a clean-up that looks at jobs alone."""
+    service.start(delay_ms=100, module="tests.faults.short_lease_worker", STATETAP_WINDOW=4)
+    service.dataset(token_rows(400, 20))
+    job = service.api.submit("ds-1")["job_id"]
+    until(lambda: service.api.job(job)["rows"]["done"], "it has begun", 30)
+    horse = service.rig.processes[-1].horse()
+    assert horse is not None
+    os.kill(horse.pid, signal.SIGSTOP)
+    try:
+        service.post(f"/v1/jobs/{job}/cancel")
+        service.api.until_state(job, "cancelled", seconds=40)
+        assert service.api.http.delete(f"/v1/jobs/{job}").status_code == 200 and s3.keys() == {}
+    finally:
+        os.kill(horse.pid, signal.SIGCONT)
+    eventually("it puts what it had in hand", lambda: s3.keys(f"train/{job}/"), 30)
+    eventually("it ends", lambda: f"event=batch_ended job={job}" in service.rig.processes[-1].log, 60)
+    count = len(s3.keys())
+    found = service.post("/v1/gc", 200, dry_run=False)["items"]
+    assert [(i["kind"], i["name"], i["files"]) for i in found] == [("trash", job, count)] and s3.keys() == {}
+
+
+def test_a_copy_of_a_job_does_not_take_the_objects_with_it(service: Service, s3: S3) -> None:
+    """Seen to fail with a delete of whatever job.json names."""
+    service.start()
+    service.dataset(token_rows(12, 20))
+    job = run(service)
+    copy = service.path("job-ffffffffffffffff")
+    shutil.copytree(service.path(job["job_id"]), copy)
+    data = json.loads((copy / "job.json").read_text())
+    delete_job(copy)
+    assert not copy.exists() and verified(service, job) == {}
+    service.path(job["job_id"]).joinpath("job.json").write_text(json.dumps(data | {"samples": s3.url}))
+    s3.client().put_object(Bucket="drafts", Key="train/of-another", Body=b"theirs")
+    delete_job(service.path(job["job_id"]))
+    assert len(s3.keys()) == 13 and not list((service.rig.store / "deleted").glob("*"))
+
+
+def test_a_clean_up_goes_on_where_the_bucket_is_away(service: Service, s3: S3) -> None:
+    """Seen to fail with an error of the bucket that ends the request."""
+    service.start()
+    service.dataset(token_rows(12, 20))
+    gone, ended = (run(service, reuse=False)["job_id"] for _ in range(2))
+    os.rename(service.path(gone), service.path(f"{TRASH_PREFIX}{gone}-00000000"))
+    (service.path(ended) / ".tmp-0123456789abcdef-control.json").write_bytes(b"torn")
+    os.utime(service.path(ended) / ".tmp-0123456789abcdef-control.json", (0, 0))
+    s3.away = True
+    found = service.post("/v1/gc", 200, dry_run=False)["items"]
+    assert found == [] and "event=trash_left" in service.api.log.read_text()
+    s3.away = False
+    found = service.post("/v1/gc", 200, dry_run=False)["items"]
+    assert [(i["kind"], i["name"]) for i in found] == [("trash", f"{TRASH_PREFIX}{gone}-00000000"), ("unnamed_files", ended)]
+    assert len(s3.keys()) == 12
+
+
 def test_a_job_in_a_bucket_is_exported(service: Service, s3: S3, tmp_path: Path) -> None:
-    """Seen to fail with an export that opens files below the job's folder."""
+    """Seen to fail with an export that opens files below the job's folder, and with one that fetches them to hash them and again to load them."""
     service.start()
     service.dataset(token_rows(20, 20))
     job = run(service)
+    s3.gets.clear()
+    s3.cut_gets = 3  # connections that end under way are no damage, and no end of an export
     report = export_job(service.path(job["job_id"]), tmp_path / "out", FORMATS["speculators"])
-    assert (report.written, report.bad) == (20, 0)
+    assert (report.written, report.bad) == (20, 0) and sum(s3.gets.values()) == 23 + 20, "the end counts tokens"
+    s3.away = True
+    with pytest.raises(StoreError, match="AccessDenied") as e:
+        JobDataset(service.path(job["job_id"]))[3]
+    assert e.value.code is ErrorCode.STORE_IO
+    s3.away = False
     s3.client().delete_object(Bucket="drafts", Key=f"train/{job['job_id']}/rows_0-2000/data_2.safetensors")
     assert verified(service, job) == {"file_missing": 1}

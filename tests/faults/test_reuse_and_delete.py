@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -126,11 +127,21 @@ def test_delete_refuses_what_runs_or_is_read_and_a_crash_leaves_only_trash(servi
     # A delete that was killed after its rename.
     shutil.copytree(service.path(running), service.path(f"{TRASH_PREFIX}job-x-00000000"))
     (service.path(running) / "rows_0-2000" / ".tmp-0123456789abcdef-data_9.safetensors").write_bytes(b"torn")
+    # Without a job.json: of a submission that was killed long ago, of one that is at work now, a whole job that lost it, and what is not ours.
+    ages = {"job-0123456789abcdef": 90_000, "job-1123456789abcdef": 3_600, "job-2123456789abcdef": 90_000, "notes": 90_000}
+    for name, age_s in ages.items():
+        service.path(name).mkdir()
+        (service.path(name) / ("manifest.parquet" if "job-2" in name else "plan.parquet")).write_bytes(b"x")
+        os.utime(service.path(name), (at := time.time() - age_s, at))
     assert [j["job_id"] for j in http.get("/v1/jobs").json()["items"]] == [running]
     dry = service.post("/v1/gc", 200, dry_run=True, states=["cancelled"])
     assert {i["kind"] for i in dry["items"]} == {"trash", "job"} and service.path(running).exists()
+    assert {i["name"] for i in dry["items"]} == {f"{TRASH_PREFIX}job-x-00000000", "job-0123456789abcdef", running}
     files = service.post("/v1/gc", 200, dry_run=False)
     assert {(i["kind"], i["files"]) for i in files["items"] if i["kind"] == "unnamed_files"} == {("unnamed_files", 1)}
+    assert not service.path("job-0123456789abcdef").exists()
+    for name in ("job-1123456789abcdef", "job-2123456789abcdef", "notes"):
+        shutil.rmtree(service.path(name))
     whole = service.post("/v1/gc", 200, dry_run=False, states=["cancelled"], older_than_s=3600)
     assert whole["items"] == []
     whole = service.post("/v1/gc", 200, dry_run=False, states=["cancelled"])

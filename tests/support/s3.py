@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -43,10 +45,16 @@ class S3:
         self.url = f"s3://{BUCKET}/train"
         self.puts: Counter[str] = Counter()  # answered by the server, by key
         self.taken: Counter[str] = Counter()  # of them: refused, since an object was there
+        self.requests: Counter[str] = Counter()  # by method
+        self.gets: Counter[str] = Counter()  # of objects, by key
+        self.away = False  # True: nothing is answered but 403
+        self.cut_gets = 0  # so many objects are sent by half before the connection ends
         self.honest = True  # False: the condition of a PUT is not passed on
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
         self.slow_s = 0.0  # before each PUT
+        self.away_until = 0.0  # time.monotonic: until then no request is answered
+        self.up_bytes_per_s = 0  # so fast are bodies taken; 0: as they come
         self._folder = folder
         self._server_port = _free_port()
         self._port = 0
@@ -110,18 +118,35 @@ class S3:
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # what is not taken stays with the sender
+        listener.bind(("127.0.0.1", 0))
+        await web.SockSite(self._runner, listener).start()
         self._port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
 
+    async def _body(self, request: web.Request) -> io.BytesIO:
+        taken = bytearray()
+        while block := await request.content.readany():
+            taken += block
+            if self.up_bytes_per_s:
+                await asyncio.sleep(len(block) / self.up_bytes_per_s)
+        return io.BytesIO(taken)
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if self.away:
+            text = "<Error><Code>AccessDenied</Code><Message>away</Message></Error>"
+            return web.Response(status=403, text=text, content_type="application/xml")
+        if time.monotonic() < self.away_until:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         put = request.method == "PUT"
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
-        data = await request.read()
+        data = await self._body(request)
         if put:
             await asyncio.sleep(self.slow_s)
             if self.deny:
@@ -132,8 +157,14 @@ class S3:
         url = f"http://127.0.0.1:{self._server_port}{request.raw_path}"
         async with self._session.request(request.method, url, data=data, headers=headers, skip_auto_headers=("Content-Type",)) as reply:
             body = await reply.read()
+            self.requests[request.method] += 1
+            key = request.path.removeprefix(f"/{BUCKET}/")
+            if request.method == "GET" and not request.query_string:
+                self.gets[key] += 1
+                if self.cut_gets:
+                    self.cut_gets -= 1
+                    return await _cut(request, body)
             if put:
-                key = request.path.removeprefix(f"/{BUCKET}/")
                 self.puts[key] += 1
                 self.taken[key] += reply.status == 412
                 if self.lose_replies and reply.status == 200:
@@ -144,6 +175,15 @@ class S3:
             if request.method == "HEAD":
                 kept["Content-Length"] = reply.headers.get("Content-Length", "0")
             return web.Response(status=reply.status, body=body, headers=kept)
+
+
+async def _cut(request: web.Request, body: bytes) -> web.StreamResponse:
+    cut = web.StreamResponse(headers={"Content-Length": str(len(body))})
+    await cut.prepare(request)
+    await cut.write(body[: len(body) // 2])
+    assert request.transport is not None
+    request.transport.close()
+    return cut
 
 
 @pytest.fixture

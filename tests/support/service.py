@@ -15,9 +15,12 @@ from statetap.contracts.layout import DATASET_SPEC, DATASETS, REPORT, ROWS
 from statetap.contracts.records import DatasetSpec, DatasetStatus
 from statetap.store.fs import to_json
 from statetap.store.rows import RowsFile
+from statetap.store.verify import verify_job
 from tests.support.coordinator import Coordinator, until
 from tests.support.jobs import Mask, every_second, write_rows
 from tests.support.workers import Rig
+
+ENDED = ("completed", "completed_with_errors")
 
 
 def add_dataset(
@@ -92,3 +95,13 @@ class Service:
 
     def path(self, job_id: str) -> Path:
         return self.rig.store / "jobs" / job_id
+
+
+def run(service: Service, **fields: object) -> dict[str, Any]:
+    """Submit a job on the dataset ds-1 and wait for its end; what the API says of it then."""
+    return service.api.until_state(service.api.submit("ds-1", **fields)["job_id"], *ENDED, seconds=40)
+
+
+def verified(service: Service, job: dict[str, Any]) -> dict[str, int]:
+    """Problems by their code, of a job on the dataset ds-1 and its rows."""
+    return verify_job(service.path(job["job_id"]), service.rig.store / DATASETS / "ds-1" / ROWS).counts

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from statetap.store.ledger import fold, segments_by_batch
 from statetap.store.plan import read_plan
 from statetap.store.verify import verify_job
 from tests.support.redis import RedisServer, free_port
-from tests.support.service import Service
+from tests.support.service import Service, verified
 from tests.support.stack import ledger_lines
 from tests.support.workers import Process, eventually
 
@@ -207,6 +207,13 @@ def audit(service: Service, job_id: str, rows: int, read: dict[str, str] | None 
         temps=len(list(path.glob(f"rows_*/{TEMP_PREFIX}*"))),
         torn=sum(read.get(r.path) != r.xxh3 for r in records.values()) if read is not None else 0,
     )
+
+
+def assert_each_row_once(service: Service, job_id: str, rows: int, objects: Sized) -> None:
+    """Of a job of the dataset ds-1 in a bucket that has ``objects`` of it: one line and one object a row, no others, and all are right."""
+    done = Counter(line["row"] for line in ledger_lines(service.path(job_id)) if line["state"] == "done")
+    assert done == Counter(range(rows)) and len(objects) == rows
+    assert verified(service, {"job_id": job_id}) == {}
 
 
 def wait_tap_empty(service: Service) -> None:

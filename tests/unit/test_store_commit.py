@@ -168,6 +168,15 @@ def test_a_zombies_late_commit_is_discarded_and_writes_no_line(bench: Bench) -> 
     assert bench.temps() == []
 
 
+def test_a_late_group_reads_the_ledger_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with a look at the ledger for each row."""
+    late = [bench.stage(n, "b" * 16) for n in range(6)]
+    bench.commit("a" * 16, [bench.stage(n, "a" * 16) for n in range(6)])
+    read: list[Path] = []
+    monkeypatch.setattr("statetap.store.commit.segments_by_batch", lambda path: read.append(path) or segments_by_batch(path))
+    assert not any(o.won for o in bench.commit("b" * 16, late).values()) and len(read) == 1
+
+
 def test_a_zombie_whose_temp_was_swept_commits_nothing(bench: Bench) -> None:
     zombie = bench.stage(0, "a" * 16)
     resumed = resume_batch(bench.job_dir, SampleFormat(bench.profile), bench.batch, bench.source, "b" * 16)

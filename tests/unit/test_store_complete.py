@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from statetap.contracts.errors import ErrorCode, StoreError
+from statetap.contracts.layout import ROWS_PER_FOLDER, sample
 from statetap.contracts.records import RowRecord
 from statetap.contracts.sample_format import SampleFormat
+from statetap.coordinator.catalog import Catalog
+from statetap.coordinator.deleting import collect
 from statetap.store.commit import Committer, Outcome
 from statetap.store.complete import finish_job, load_completion
-from statetap.store.delete import clean_job
+from statetap.store.delete import _needed, clean_job
+from statetap.store.ledger import JobLedger, LedgerWriter
 from statetap.store.rows import RowsFile
 from statetap.store.sample import SampleWriter
+from statetap.store.samples import Entry, FolderSamples
 from statetap.store.verify import verify_job
 from tests.support.jobs import StateMaker, make_job, profile, token_rows
 
@@ -133,3 +141,52 @@ def test_cleaning_an_ended_job_takes_the_temps_that_a_killed_coordinator_left(tm
     assert clean_job(job_dir).files == 1
     assert not old.exists() and young.exists()
     assert verify_job(job_dir, rows_path).ok
+
+
+def test_a_job_that_goes_back_to_work_is_not_cleaned_any_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with a clean-up that reads the ledger and then removes what it does not name: a repair's file, which came in between.
+    And with a listing for each batch: all three stand in one folder."""
+    job_dir, rows_path = run_job(tmp_path)
+    finish_job(job_dir, rows_path)
+    catalog = Catalog(tmp_path / "store")
+    catalog.change_control(job_dir.name, lambda c: replace(c, state="completed", ended_at=1.0))
+    new = job_dir / sample(7, 1)
+    listed: list[str] = []
+    entries, fold = FolderSamples.entries, JobLedger.records
+
+    def look(self: FolderSamples, name: str, keep: Callable[[str], bool]) -> Iterator[Entry]:
+        fd = os.open(job_dir, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(fd)
+        listed.append(name)
+        return entries(self, name, keep)
+
+    def repair(self: JobLedger, batch: int) -> dict[int, RowRecord]:
+        found = fold(self, batch)
+        if batch == 2:
+            catalog.change_control(job_dir.name, lambda c: replace(c, state="queued"))
+            new.write_bytes(b"captured anew")
+        return found
+
+    monkeypatch.setattr(FolderSamples, "entries", look)
+    new.write_bytes(b"superseded")
+    assert [(i.kind, i.files) for i in collect(catalog, (), 0, dry_run=False)] == [("unnamed_files", 1)] and listed == ["rows_0-2000"]
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(JobLedger, "records", repair)
+        assert collect(catalog, (), 0, dry_run=False) == [] and new.exists()
+
+
+def test_what_a_clean_up_leaves_is_told_by_folder_whatever_the_batches(tmp_path: Path) -> None:
+    rows = 2 * ROWS_PER_FOLDER + 500
+    for size in (1_700, 4_400, 300):
+        job_dir, _, batches = make_job(tmp_path / str(size), P, [[1]] * rows, batch_tokens=size)
+        for batch in batches:
+            writer = LedgerWriter(job_dir, batch.batch, "a" * 16)
+            writer.append(
+                RowRecord(row=r, state="done", path=sample(r), tokens=1, bytes=1) for r in range(batch.start, batch.stop) if r != 2_001
+            )
+            writer.close()
+        found = list(_needed(job_dir))
+        assert [r for r, _ in found] == [range(2_000), range(2_000, 4_000), range(4_000, 4_500)], size
+        assert [len(n) for _, n in found] == [2_000, 1_999, 500] and sample(2_001) not in found[1][1]

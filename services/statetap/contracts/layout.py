@@ -7,12 +7,16 @@ import re
 SAMPLE_NAME = re.compile(r"data_(?P<row>\d+)(?:\.g(?P<generation>\d+))?\.safetensors(?:\.zst)?")
 """A sample file's name."""
 
+JOB_ID = re.compile(r"job-[0-9a-f]{16}")
+"""Of every job: a folder of the store, and of a bucket."""
+
 ROWS_PER_FOLDER = 2000
 ROWS_PER_RECORD_BATCH = 64  # of rows.arrow: row r stands in record batch r // 64
 
 DATASETS = "datasets"
 JOBS = "jobs"
 IDEMPOTENCY = "idempotency"
+DELETED = "deleted"  # <job>.json: where a deleted job's objects stood
 
 # of a dataset
 RAW = "raw"

@@ -55,8 +55,7 @@ def acknowledge(catalog: Catalog, spec: JobSpec, rows: list[tuple[int, int]]) ->
             save_acks(path, after)
         samples = samples_of(path, spec)
         try:
-            for name in names:
-                samples.remove(name)
+            samples.remove_many(names)
         except OSError as e:
             raise store_error(e, "free acknowledged files") from e
     return freed, size

@@ -52,7 +52,8 @@ async def delete_dataset(
 
 @router.post("/v1/gc", tags=["service"], operation_id="collect_garbage", summary="Free what nobody needs", responses=responses(422))
 async def collect_garbage(body: space.GcRequest, ctx: Ctx) -> space.Gc:
-    """Always: what deletes left behind, and files of ended jobs that their ledgers do not name (temps, superseded generations).
+    """Always: what deletes left behind, objects that came into a bucket after their job was deleted, and files of ended jobs that their
+    ledgers do not name (temps, superseded generations).
     With `states`: jobs that ended so, at least `older_than_s` ago, whole."""
     items = await anyio.to_thread.run_sync(lambda: collect(ctx.catalog, body.states, body.older_than_s, dry_run=body.dry_run))
     return space.Gc(dry_run=body.dry_run, files=sum(i.files for i in items), bytes=sum(i.bytes for i in items), items=items)

@@ -29,22 +29,21 @@ async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
     format = SampleFormat(profile, tuple(body.boundaries or ()), body.encoding.value, body.positions)
     reserved = await ctx.status.reserved_bytes()
 
-    def look() -> tuple[Size, Room, list[space.Alternative], Compressed | None, float]:
+    def look() -> tuple[Size, Room, int, list[space.Alternative], Compressed | None, float]:
         choice = Choice.of(profile, body.rows, body.max_length)
         rows = RowsFile(ctx.catalog.dataset_path(body.dataset_id) / ROWS)
         try:
             size = measure(rows, format, choice)
             seen = compressed(ctx.catalog, format)
             there = room(ctx.catalog, reserved, ctx.settings.min_free_bytes)
-            fits = bool(ctx.settings.samples) or size.bytes <= there.available
-            fit = [] if fits else alternatives(rows, format, choice, size, there.available, seen)
+            # A bucket is not known to be full before it is.
+            missing = 0 if ctx.settings.samples else max(size.bytes - there.available, 0)
+            fit = alternatives(rows, format, choice, size, there.available, seen) if missing else []
         finally:
             rows.close()
-        return size, there, fit, seen, _speed(ctx, profile)
+        return size, there, missing, fit, seen, _speed(ctx, profile)
 
-    size, there, fit, seen, speed = await anyio.to_thread.run_sync(look)
-    # A bucket is not known to be full before it is.
-    missing = 0 if ctx.settings.samples else max(size.bytes - there.available, 0)
+    size, there, missing, fit, seen, speed = await anyio.to_thread.run_sync(look)
     return space.Estimate(
         rows=size.rows,
         accepted=size.accepted,

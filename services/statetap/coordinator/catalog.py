@@ -8,6 +8,7 @@ state cannot overwrite each other, not even from two coordinators.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from ..store.jobs import load_control, load_job, save_control
 from ..store.plan import read_plan
 from .totals import PlanIndex
 
+log = logging.getLogger(__name__)
+
 
 class Catalog:
     """Thread-safe. Memory grows with jobs and datasets (some KB each), never with rows."""
@@ -32,6 +35,7 @@ class Catalog:
         self.store = store
         self._lock = threading.Lock()
         self._jobs: dict[str, JobSpec] = {}
+        self._later: set[str] = set()  # jobs of a later schema version
         self._controls: dict[str, tuple[tuple[int, int], JobControl]] = {}
         self._plans: dict[str, PlanIndex] = {}
         self._acks: dict[str, tuple[tuple[int, int], Acks]] = {}
@@ -44,15 +48,17 @@ class Catalog:
         return self.store / job_dir(job_id)
 
     def job_ids(self) -> list[str]:
-        """All acknowledged jobs, sorted by id. Of known jobs no file is looked at: their job.json is never removed alone."""
+        """All acknowledged jobs, sorted by id. Of known jobs no file is looked at: their job.json is never removed alone.
+
+        Those that were found to be of a later schema version are left out: they must not hold up the others.
+        """
         present = {n for n in _listdir(self.store / JOBS) if not n.startswith(".")}  # not the trash
         with self._lock:
-            gone = self._jobs.keys() - present
+            gone = (self._jobs.keys() | self._later) - present
             for job_id in gone:
-                for cache in (self._jobs, self._controls, self._plans, self._acks):
-                    cache.pop(job_id, None)
-            known = set(self._jobs)
-        new = [i for i in present - known if (self.job_path(i) / JOB).exists() and (self.job_path(i) / PLAN).exists()]
+                self._drop(job_id)
+            known, later = set(self._jobs), set(self._later)
+        new = [i for i in present - known - later if (self.job_path(i) / JOB).exists() and (self.job_path(i) / PLAN).exists()]
         return sorted([*known, *new])
 
     def job(self, job_id: str) -> JobSpec:
@@ -66,6 +72,11 @@ class Catalog:
             spec = load_job(self.job_path(job_id))
         except RequestError:
             raise RequestError(ErrorCode.NOT_FOUND, f"no job {job_id!r}") from None
+        except StoreError as e:
+            if e.code is ErrorCode.PROTOCOL_MISMATCH:
+                with self._lock:
+                    self._later.add(job_id)
+            raise
         except TypeError as e:
             raise StoreError(ErrorCode.STORE_IO, f"{self.job_path(job_id) / JOB} is not a job: {e}") from e
         with self._lock:
@@ -73,8 +84,20 @@ class Catalog:
         return spec
 
     def jobs(self) -> Iterator[JobSpec]:
-        """Specs of all jobs, newest first. A folder that cannot be read raises StoreError."""
-        yield from sorted(map(self.job, self.job_ids()), key=lambda s: (s.created_at, s.job_id), reverse=True)
+        """Specs of all jobs but :meth:`later_jobs`, newest first. A folder that cannot be read raises StoreError."""
+        specs = []
+        for job_id in self.job_ids():
+            try:
+                specs.append(self.job(job_id))
+            except StoreError as e:
+                if e.code is not ErrorCode.PROTOCOL_MISMATCH:
+                    raise
+                log.warning("%s: left out: %s", job_id, e)
+        yield from sorted(specs, key=lambda s: (s.created_at, s.job_id), reverse=True)
+
+    def later_jobs(self) -> list[str]:
+        """Ids of jobs of a later schema version, that :meth:`jobs` left out."""
+        return sorted(self._later)
 
     def control(self, job_id: str) -> JobControl:
         """control.json, read again only when it was replaced. Raises RequestError ``not_found``, StoreError."""
@@ -151,8 +174,12 @@ class Catalog:
     def forget_job(self, job_id: str) -> None:
         """It was deleted."""
         with self._lock:
-            for cache in (self._jobs, self._controls, self._plans, self._acks):
-                cache.pop(job_id, None)
+            self._drop(job_id)
+
+    def _drop(self, job_id: str) -> None:
+        self._later.discard(job_id)
+        for cache in (self._jobs, self._controls, self._plans, self._acks):
+            cache.pop(job_id, None)
 
     def forget_dataset(self, dataset_id: str) -> None:
         """It was deleted."""

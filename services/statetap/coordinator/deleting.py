@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 
 from ..contracts.errors import ErrorCode, RequestError, StatetapError
 from ..contracts.layout import JOB
 from ..contracts.records import JobState
-from ..store.delete import Freed, clean_job, delete_dataset, delete_job, empty_trash
+from ..store.delete import Freed, clean_job, delete_dataset, delete_job, empty_trash, late_objects
 from . import space
 from .catalog import Catalog, ended, locked
 
@@ -49,6 +52,7 @@ def remove_dataset(catalog: Catalog, dataset_id: str, *, dry_run: bool, force: b
     """
     catalog.dataset(dataset_id)
     mine = [s.job_id for s in catalog.jobs() if s.dataset_id == dataset_id]
+    mine += catalog.later_jobs()  # of which dataset they are cannot be told
     running = [i for i in mine if not ended(catalog.control(i))]
     if running:
         raise RequestError(ErrorCode.CONFLICT, f"jobs that have not ended are made of it: {_some(running)}")
@@ -69,7 +73,8 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
     """Jobs in these ended states for so long, trash, and files of ended jobs that their ledgers do not name. Raises StoreError."""
     wanted = set(states)
     before = time.time() - older_than_s
-    found = [space.Collected(kind="trash", name=name, **vars(freed)) for name, freed in empty_trash(catalog.store, dry_run=dry_run)]
+    left = chain(empty_trash(catalog.store, dry_run=dry_run), late_objects(catalog.store, dry_run=dry_run))
+    found = [space.Collected(kind="trash", name=name, **vars(freed)) for name, freed in left]
     for spec in list(catalog.jobs()):
         try:
             control = catalog.control(spec.job_id)
@@ -79,7 +84,7 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
             if whole:
                 freed = remove_job(catalog, spec.job_id, dry_run=dry_run)
             else:
-                freed = clean_job(catalog.job_path(spec.job_id), dry_run=dry_run)
+                freed = clean_job(catalog.job_path(spec.job_id), partial(_held, catalog, spec.job_id, control.revision), dry_run=dry_run)
         except StatetapError as e:
             if not (catalog.job_path(spec.job_id) / JOB).exists():  # deleted by another request meanwhile
                 continue
@@ -88,6 +93,13 @@ def collect(catalog: Catalog, states: Iterable[JobState], older_than_s: float, *
         if freed.files:
             found.append(space.Collected(kind="job" if whole else "unnamed_files", name=spec.job_id, **vars(freed)))
     return found
+
+
+@contextmanager
+def _held(catalog: Catalog, job_id: str, revision: int) -> Iterator[bool]:
+    """Whether nothing has changed a job; nothing does, within the block. Raises RequestError, StoreError."""
+    with locked(catalog.job_path(job_id)):
+        yield catalog.control(job_id).revision == revision
 
 
 def _some(ids: list[str]) -> str:

@@ -236,7 +236,7 @@ class Metrics:
         yield _counter("statetap_tokens_total", [((), done["tokens", ""])])
         yield _counter("statetap_committed_bytes_total", [((), done["bytes", ""])])
         for unit in ("rows", "tokens", "bytes"):
-            yield _gauge(f"statetap_{unit}_per_second", [((), sum(getattr(j.rates, f"{unit}_per_s") for j in look.jobs if not j.samples))])
+            yield _gauge(f"statetap_{unit}_per_second", [((), sum(getattr(j.rates, f"{unit}_per_s") for j in look.jobs))])
         yield _gauge("statetap_queue_batches", [((p,), n) for p, n in look.queued.items()])
         yield _gauge("statetap_outstanding_batches", [((p,), n) for p, n in look.outstanding.items()])
         live = Counter(e.profile_id for e in look.engines or ())

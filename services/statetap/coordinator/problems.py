@@ -64,7 +64,7 @@ def problem(code: ErrorCode, detail: str, *, status: int | None = None, **extens
         "detail": detail,
         "code": code.value,
         "retryable": spec.retryable,
-        "next_step": spec.next_step,
+        "next_step": extensions.get("next_step") or spec.next_step,  # what is to be done in this case, where more is known
     }
     body |= {k: v for k, v in extensions.items() if k in EXTENSIONS and v is not None}
     headers = {}

@@ -17,13 +17,15 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import boto3
 import numpy as np
 import pyarrow as pa
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.exceptions import ConnectionError as NetworkError
 
 from ..contracts.errors import ErrorCode, RequestError, StoreError
 from .check import Bytes
@@ -36,13 +38,27 @@ _TAKEN = "PreconditionFailed"
 _AT_ONCE = "ConditionalRequestConflict"  # two at once, and neither has won: S3 asks to try again
 _TRIES = 6
 _PAGE = 1_000  # names in a request to delete
+_CONNECT_S = 5.0  # also for each block of a body to go out
+_AWAY_S = 15.0  # the library's own tries are over after a second or half a minute, by its version
+_NO_ANSWER = (NetworkError, HTTPClientError, IncompleteReadError)
 
-NEXT_STEP = (
+NEXT_STEP = "Look at the bucket, its endpoint, and the keys and their rights (docs/howto/s3.md), then start again."
+NEXT_STEP_OTHER = (
     "Use an object store that honours If-None-Match on PUT, or leave STATETAP_SAMPLES unset: samples stand in the store's folder then."
 )
 
+T = TypeVar("T")
 _clients: dict[tuple[int, str], Any] = {}  # by process, since sockets do not outlive a fork, and by endpoint
 _lock = threading.Lock()
+
+
+def _in_child() -> None:
+    """A thread of the parent may have held the lock at the fork, and is not here to let go."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _client() -> Any:
@@ -54,7 +70,7 @@ def _client() -> Any:
             _clients.clear()
             config = Config(
                 retries={"mode": "standard", "total_max_attempts": 6},
-                connect_timeout=5,
+                connect_timeout=_CONNECT_S,
                 read_timeout=60,
                 max_pool_connections=32,
                 # Our own sum goes along with each PUT; what the library would add by itself, older servers do not take.
@@ -64,7 +80,10 @@ def _client() -> Any:
                 s3={"addressing_style": "path" if endpoint else "auto"},
             )
             logging.getLogger("botocore").setLevel(logging.WARNING)  # each horse would say where its credentials come from
-            found = _clients[key] = boto3.session.Session().client("s3", config=config)
+            try:
+                found = _clients[key] = boto3.session.Session().client("s3", config=config)
+            except ValueError as e:  # an endpoint that is no URL
+                raise OSError(errno.EINVAL, str(e)) from e
         return found
 
 
@@ -74,6 +93,10 @@ def parse_url(url: str) -> tuple[str, str]:
     if match is None:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"samples: {url!r} is not s3://bucket or s3://bucket/prefix")
     return match["bucket"], (match["prefix"] or "").strip("/")
+
+
+class _AwayError(OSError):
+    """No answer, or one of a service that is not up: to ask again may help."""
 
 
 class BucketSamples:
@@ -87,10 +110,15 @@ class BucketSamples:
     def put(self, name: str, data: bytes | bytearray) -> bool:
         """Put an object unless one is there: True when ours is the one. False also where our own first try did it and its reply was lost."""
         total = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+        def put() -> None:
+            # A file: a bytearray goes to the socket in one call, which has the time of one connect for all of it.
+            body = pa.BufferReader(pa.py_buffer(data))
+            _client().put_object(Bucket=self._bucket, Key=self._prefix + name, Body=body, IfNoneMatch="*", ChecksumCRC32=total)
+
         for left in reversed(range(_TRIES)):
             try:
-                with self._as_os_error(name):
-                    _client().put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*", ChecksumCRC32=total)
+                self._ask(name, put)
                 return True
             except FileExistsError:
                 return False
@@ -101,16 +129,18 @@ class BucketSamples:
         raise AssertionError("unreachable")
 
     def map(self, name: str) -> Bytes:
-        with self._as_os_error(name):
+        def get() -> Bytes:
             answer = _client().get_object(Bucket=self._bucket, Key=self._prefix + name)
             data = np.empty(answer["ContentLength"], np.uint8)
             at, body = 0, answer["Body"]
             while block := body.read(1 << 20):
                 data[at : at + len(block)] = np.frombuffer(block, np.uint8)
                 at += len(block)
-        if at != len(data):
-            raise OSError(errno.EIO, f"{at} of {len(data)} bytes came", f"{self.url}/{name}")
-        return data
+            if at != len(data):
+                raise OSError(errno.EIO, f"{at} of {len(data)} bytes came", self.place(name))
+            return data
+
+        return self._ask(name, get)
 
     def open(self, name: str) -> pa.NativeFile:
         return pa.BufferReader(pa.py_buffer(self.map(name)))
@@ -121,11 +151,19 @@ class BucketSamples:
                 yield entry
 
     def _list(self, prefix: str) -> Iterator[Entry]:
-        pages = _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
-        with self._as_os_error(prefix):
-            for page in pages:
-                for found in page.get("Contents", []):
-                    yield Entry(name=found["Key"].removeprefix(self._prefix), size=found["Size"])
+        following: dict[str, str] = {}
+
+        def page() -> dict[str, Any]:
+            answer: dict[str, Any] = _client().list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **following)
+            return answer
+
+        while True:
+            answer = self._ask(prefix, page)
+            for found in answer.get("Contents", []):
+                yield Entry(name=found["Key"].removeprefix(self._prefix), size=found["Size"])
+            if not answer.get("IsTruncated"):
+                return
+            following["ContinuationToken"] = answer["NextContinuationToken"]
 
     def sizes(self) -> SizeOf:
         """A folder is listed when the first of its names is asked for; the last two are kept."""
@@ -142,8 +180,12 @@ class BucketSamples:
         return size_of
 
     def remove(self, name: str) -> None:
-        with self._as_os_error(name):
-            _client().delete_object(Bucket=self._bucket, Key=self._prefix + name)
+        self._ask(name, lambda: _client().delete_object(Bucket=self._bucket, Key=self._prefix + name))
+
+    def remove_many(self, names: Iterable[str]) -> None:
+        left = iter(names)
+        while page := list(islice(left, _PAGE)):
+            self._remove_page(page)
 
     def place(self, name: str) -> str:
         return f"{self.url}/{name}"
@@ -157,22 +199,29 @@ class BucketSamples:
 
     def remove_all(self) -> Iterator[Entry]:
         """Remove all of it; what goes is given out."""
-        page: list[Entry] = []
-        for entry in self.all():
-            page.append(entry)
-            if len(page) == _PAGE:
-                yield from self._remove_page(page)
-                page = []
-        if page:
-            yield from self._remove_page(page)
+        left = self.all()
+        while page := list(islice(left, _PAGE)):
+            self._remove_page([e.name for e in page])
+            yield from page
 
-    def _remove_page(self, page: list[Entry]) -> Iterable[Entry]:
-        with self._as_os_error(""):
-            objects = [{"Key": self._prefix + e.name} for e in page]
-            answer = _client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+    def _remove_page(self, names: list[str]) -> None:
+        objects = [{"Key": self._prefix + name} for name in names]
+        answer = self._ask("", lambda: _client().delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}))
         if errors := answer.get("Errors"):
             raise OSError(errno.EIO, f"{errors[0].get('Code')}: {errors[0].get('Message')}", f"{self.url}/{errors[0].get('Key')}")
-        return page
+
+    def _ask(self, name: str, ask: Callable[[], T]) -> T:
+        """What the service answers. While it is away it is asked again, for as long as one of its processes takes to be started again."""
+        until, pause = time.monotonic() + _AWAY_S, 0.1
+        while True:
+            try:
+                with self._as_os_error(name):
+                    return ask()
+            except _AwayError:
+                if time.monotonic() + pause > until:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
 
     @contextlib.contextmanager
     def _as_os_error(self, name: str) -> Iterator[None]:
@@ -188,9 +237,11 @@ class BucketSamples:
                 raise FileExistsError(errno.EEXIST, said, place) from e
             if code == _AT_ONCE:
                 raise BlockingIOError(errno.EAGAIN, said, place) from e
-            raise OSError(errno.ENOSPC if code in _FULL or status == 507 else errno.EIO, said, place) from e
+            if code in _FULL or status == 507:
+                raise OSError(errno.ENOSPC, said, place) from e
+            raise (_AwayError if status >= 500 else OSError)(errno.EIO, said, place) from e
         except BotoCoreError as e:
-            raise OSError(errno.EIO, str(e), place) from e
+            raise (_AwayError if isinstance(e, _NO_ANSWER) else OSError)(errno.EIO, str(e), place) from e
 
 
 def probe_bucket(url: str) -> None:
@@ -217,4 +268,4 @@ def probe_bucket(url: str) -> None:
         broken = "an object that was put is not listed"
     if broken:
         message = f"the bucket of {url} does not keep a promise of the commit: {broken}"
-        raise StoreError(ErrorCode.STORE_UNAVAILABLE, message, next_step=NEXT_STEP)
+        raise StoreError(ErrorCode.STORE_UNAVAILABLE, message, next_step=NEXT_STEP_OTHER)

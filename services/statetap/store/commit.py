@@ -72,6 +72,7 @@ class Committer:
         self._tell = tell
         self._ledger = LedgerWriter(job_dir, batch, attempt, engine)
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._known: dict[int, RowRecord] | None = None  # the ledger, read once for a group of rows whose names are taken
         self._hurry = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="committer")
@@ -139,6 +140,7 @@ class Committer:
         samples = [item for item in group if not isinstance(item, RowRecord)]
         records = [item for item in group if isinstance(item, RowRecord)]
         outcomes: dict[int, Outcome] = {}
+        self._known = None
         lines = [(record, True) for record in records]
         lines += self._link([item for item in samples if isinstance(item, Staged)], outcomes)
         lines += self._placed([item for item in samples if isinstance(item, Placed)], outcomes)
@@ -221,7 +223,9 @@ class Committer:
     def _held(self, item: Staged | Placed) -> tuple[RowRecord, bool]:
         """A file that is not ours has our final name: its record, and whether that needs a ledger line. Raises RowError, StoreError."""
         row = item.row.row
-        recorded = fold(segments_by_batch(self._job_dir).get(self._batch, [])).get(row)
+        if self._known is None:
+            self._known = fold(segments_by_batch(self._job_dir).get(self._batch, []))
+        recorded = self._known.get(row)
         if recorded is not None and recorded.path == item.record.path:
             log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
             return recorded, False

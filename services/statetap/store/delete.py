@@ -3,6 +3,9 @@
 Invariant: what is removed vanishes at once (one rename into the trash) and never while somebody reads it; a crash in the middle leaves
 trash, which the next clean-up takes. Bytes freed are those of files whose last name went: files that another job shares by hard link
 are not counted. Objects of a bucket go after the rename and before the folder, by whose job.json they are found. Memory does not grow with files.
+
+A worker that sleeps over its lease can put an object after its job was deleted. Other stores may use the same bucket and prefix, so nothing is
+taken for garbage since no job of ours has it: a deleted job leaves a note of where its objects stood, and the clean-up looks there alone.
 """
 
 from __future__ import annotations
@@ -10,25 +13,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..contracts.errors import ErrorCode, RequestError
-from ..contracts.layout import DATASETS, JOB, JOBS, SAMPLE_NAME, TEMP_PREFIX, folder
+from ..contracts.errors import ErrorCode, RequestError, StatetapError, StoreError
+from ..contracts.layout import DATASETS, DELETED, JOB, JOB_ID, JOBS, MANIFEST, ROWS_PER_FOLDER, SAMPLE_NAME, TEMP_PREFIX, folder
 from ..contracts.records import RowState
 from .acks import load_acks
-from .fs import fsync_dir, read_json, remove, store_error
+from .fs import fsync_dir, make_dirs, read_json, remove, replace_file, store_error, to_json
 from .jobs import load_job
 from .ledger import JobLedger
 from .plan import read_plan
 from .samples import SampleStore, samples_of
 
+if TYPE_CHECKING:  # its library is slow to import, and who has no bucket needs it not
+    from .bucket import BucketSamples
+
+log = logging.getLogger(__name__)
+
 TRASH_PREFIX = ".trash-"
+NOTE_KEPT_S = 7 * 86_400.0  # of a deleted job's objects: no worker sleeps longer and then goes on
+NO_JOB_AFTER_S = 86_400.0  # of a folder without job.json: a submission writes that within seconds
 ORPHAN_AFTER_S = 60.0  # of a temp that is written and named in milliseconds
+
+
+Hold = Callable[[], contextlib.AbstractContextManager[bool]]
 
 
 @dataclass(frozen=True)
@@ -108,18 +123,46 @@ def delete_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
             os.close(fd)
 
 
-def _in_bucket(job_dir: Path, dry_run: bool) -> Freed:
-    """A job's objects. Before its folder goes, by which they are found. Raises OSError."""
-    data = read_json(job_dir / JOB) or {}
-    if not data.get("samples"):
-        return Freed()
-    from .bucket import BucketSamples  # as in samples.py
+def _bucket(data: dict[str, Any], job_id: str) -> BucketSamples | None:
+    """Where the objects of this job stand, by its job.json or its note; None for none, and for what is not below its own name: a copied
+    folder, or one that was written by hand, must not take another job's objects with it."""
+    url = str(data.get("samples") or "")
+    if not url:
+        return None
+    if not JOB_ID.fullmatch(job_id) or not url.endswith(f"/{job_id}"):
+        log.warning("event=objects_left job=%s samples=%s reason=not_below_its_name", job_id, url)
+        return None
+    from .bucket import BucketSamples  # as above
 
-    bucket = BucketSamples(data["samples"])
+    return BucketSamples(url)
+
+
+def _in_bucket(job_dir: Path, dry_run: bool) -> Freed:
+    """A job's objects, also of one in the trash. Before its folder goes, by which they are found. Raises OSError, StatetapError."""
+    job_id = job_dir.name
+    if job_id.startswith(TRASH_PREFIX):
+        job_id = job_id.removeprefix(TRASH_PREFIX).rpartition("-")[0]
+    bucket = _bucket(read_json(job_dir / JOB) or {}, job_id)
+    if bucket is None:
+        return Freed()
+    if not dry_run:
+        _leave_note(job_dir.parent.parent, job_id, bucket.url)
+    return _empty(bucket, dry_run)
+
+
+def _empty(bucket: BucketSamples, dry_run: bool) -> Freed:
     files = size = 0
     for entry in bucket.all() if dry_run else bucket.remove_all():
         files, size = files + 1, size + entry.size
     return Freed(files, size)
+
+
+def _leave_note(store: Path, job_id: str, samples: str) -> None:
+    try:
+        make_dirs(store / DELETED)
+        replace_file(store / DELETED / f"{job_id}.json", to_json({"samples": samples, "at": time.time()}))
+    except (OSError, StoreError) as e:  # a full disk is no reason not to delete
+        log.warning("event=no_note_of_deleted_job job=%s error=%s", job_id, e)
 
 
 def delete_dataset(dataset_dir: Path, *, dry_run: bool = False) -> Freed:
@@ -164,7 +207,12 @@ def _walk(path: Path, do: Callable[[str], None]) -> Freed:
 
 
 def empty_trash(store: Path, *, dry_run: bool = False) -> Iterator[tuple[str, Freed]]:
-    """(name, what it freed) of folders that a delete left behind."""
+    """(name, what it freed) of folders that a delete left behind, and of those that never were a job or are none any more."""
+    for path in _no_jobs(store):
+        try:
+            yield path.name, _delete(path, dry_run)
+        except StatetapError as e:
+            log.warning("event=trash_left name=%s error=%s", path.name, e)
     for parent in (store / JOBS, store / DATASETS):
         try:
             names = sorted(n for n in os.listdir(parent) if n.startswith(TRASH_PREFIX))
@@ -172,42 +220,104 @@ def empty_trash(store: Path, *, dry_run: bool = False) -> Iterator[tuple[str, Fr
             continue
         for name in names:
             path = parent / name
-            yield name, _in_bucket(path, True) + _walk(path, lambda _: None) if dry_run else _remove_tree(path)
+            try:
+                yield name, _in_bucket(path, True) + _walk(path, lambda _: None) if dry_run else _remove_tree(path)
+            except (OSError, StatetapError) as e:  # it stays for the next time
+                log.warning("event=trash_left name=%s error=%s", name, e)
 
 
-def clean_job(job_dir: Path, *, dry_run: bool = False) -> Freed:
+def _no_jobs(store: Path) -> Iterator[Path]:
+    """Folders without a job.json: of a submission that was killed, or made anew by a worker that woke after its job was deleted.
+
+    One with a manifest was a whole job, and what befell its job.json is not for us to say.
+    """
+    try:
+        names = sorted(os.listdir(store / JOBS))
+    except FileNotFoundError:
+        return
+    for path in (store / JOBS / name for name in names if JOB_ID.fullmatch(name)):
+        with contextlib.suppress(FileNotFoundError):
+            if not (path / JOB).exists() and not (path / MANIFEST).exists() and time.time() - path.stat().st_mtime > NO_JOB_AFTER_S:
+                yield path
+
+
+def late_objects(store: Path, *, dry_run: bool = False) -> Iterator[tuple[str, Freed]]:
+    """(job, what it freed) of objects that came into a bucket after their job was deleted. Notes go when they are old."""
+    try:
+        names = sorted(os.listdir(store / DELETED))
+    except FileNotFoundError:
+        return
+    for name in names:
+        job_id, note = name.removesuffix(".json"), store / DELETED / name
+        if not JOB_ID.fullmatch(job_id):
+            continue
+        try:
+            data = read_json(note)
+            bucket = None if data is None else _bucket(data, job_id)
+            if data is None or bucket is None:
+                continue
+            back = (store / JOBS / job_id / JOB).exists()  # out of a backup: its objects are its own
+            freed = Freed() if back else _empty(bucket, dry_run)
+            if not dry_run and (back or time.time() - float(data["at"]) > NOTE_KEPT_S):
+                remove(note)
+        except (OSError, StatetapError, KeyError, TypeError, ValueError) as e:
+            log.warning("event=late_objects_not_looked_for job=%s error=%s", job_id, e)
+            if isinstance(e, OSError):
+                return  # the bucket is away: the others would take as long
+            continue
+        if freed.files:
+            yield job_id, freed
+
+
+def clean_job(job_dir: Path, hold: Hold = lambda: contextlib.nullcontext(True), *, dry_run: bool = False) -> Freed:
     """Remove from an ended job what nobody needs: temps, files of generations that were written again, and of acknowledged rows.
 
-    Raises StoreError. A job that is being read is cleaned all the same: nothing that a reader may open goes.
+    ``hold``: keeps a job from going back to work while one folder is looked at; False when it has done so since the ledger was read, and
+    files could have come that this does not know of. Raises StoreError. A job that is being read is cleaned all the same: nothing that a
+    reader may open goes.
     """
     try:
         samples = samples_of(job_dir, load_job(job_dir))
-        ledger = JobLedger(job_dir)
-        acks = load_acks(job_dir)
         freed = Freed()
-        for batch in read_plan(job_dir):
-            records = ledger.records(batch.batch)
-            named = {r.path for r in records.values() if r.state == RowState.DONE.value and r.row not in acks}
-            for name in dict.fromkeys(folder(row) for row in range(batch.start, batch.stop)):
-                freed += _clean_folder(samples, name, range(batch.start, batch.stop), named, dry_run)
+        for rows, named in _needed(job_dir):
+            with hold() as same:
+                if not same:
+                    return freed
+                freed += _clean_folder(samples, rows, named, dry_run)
         return freed + _clean_top(job_dir, dry_run)
     except OSError as e:
         raise store_error(e, f"clean {job_dir.name}") from e
 
 
-def _clean_folder(samples: SampleStore, name: str, rows: range, named: set[str], dry_run: bool) -> Freed:
+def _needed(job_dir: Path) -> Iterator[tuple[range, set[str]]]:
+    """By folder, each once: its rows, and the files of it that the ledger names and nobody has acknowledged."""
+    ledger, acks = JobLedger(job_dir), load_acks(job_dir)
+    named: dict[str, set[str]] = {}
+    begin = end = 0
+    for batch in read_plan(job_dir):
+        for r in ledger.records(batch.batch).values():
+            if r.state == RowState.DONE.value and r.row not in acks:
+                named.setdefault(folder(r.row), set()).add(r.path)
+        end = batch.stop
+        while begin + ROWS_PER_FOLDER <= end:
+            yield range(begin, begin + ROWS_PER_FOLDER), named.pop(folder(begin), set())
+            begin += ROWS_PER_FOLDER
+    if begin < end:
+        yield range(begin, end), named.pop(folder(begin), set())
+
+
+def _clean_folder(samples: SampleStore, rows: range, named: set[str], dry_run: bool) -> Freed:
+    name = folder(rows.start)
+
     def superfluous(entry: str) -> bool:
         match = SAMPLE_NAME.fullmatch(entry)
         superseded = match is not None and int(match["row"]) in rows and f"{name}/{entry}" not in named
-        # A temp belongs to no batch by its name alone; the first batch that looks into the folder takes it.
         return superseded or entry.startswith(TEMP_PREFIX)
 
-    freed = Freed()
-    for entry in samples.entries(name, superfluous):
-        if not dry_run:
-            samples.remove(entry.name)
-        freed += Freed(1, entry.size if entry.last else 0)
-    return freed
+    found = list(samples.entries(name, superfluous))
+    if not dry_run:
+        samples.remove_many(e.name for e in found)
+    return Freed(len(found), sum(e.size for e in found if e.last))
 
 
 def _clean_top(job_dir: Path, dry_run: bool) -> Freed:

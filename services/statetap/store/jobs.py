@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..contracts import SCHEMA_VERSION
 from ..contracts.errors import ErrorCode, RequestError, StoreError
 from ..contracts.layout import CONTROL, JOB, JOBS, PLAN
 from ..contracts.records import Batch, JobControl, JobSpec
@@ -31,10 +32,19 @@ def create_job(store: Path, spec: JobSpec, batches: list[Batch]) -> Path:
 
 
 def load_job(path: Path) -> JobSpec:
-    """Raises RequestError ``not_found`` where there is no such job."""
+    """Every reader of a job comes by here.
+
+    Raises:
+        RequestError: ``not_found`` where there is no such job.
+        StoreError: ``protocol_mismatch`` for one of a later schema version, whose files could mean something else.
+    """
     data = read_json(path / JOB)
     if data is None:
         raise RequestError(ErrorCode.NOT_FOUND, f"no job at {path.name}")
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        message = f"{path.name} is of schema version {version}, and this Statetap reads up to {SCHEMA_VERSION}"
+        raise StoreError(ErrorCode.PROTOCOL_MISMATCH, message, next_step="Use the Statetap that made the job, or a later one.")
     return JobSpec.from_dict(data)
 
 

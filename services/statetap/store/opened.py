@@ -18,7 +18,8 @@ from ..contracts.tensors import BLOCK, INPUT_IDS, LOSS_MASK, POSITIONS, parse_he
 from .check import Bytes
 from .decode import SampleFile
 from .encode import by_value
-from .samples import FolderSamples, SampleStore
+from .fs import store_error
+from .samples import FolderSamples, Reads
 
 _DTYPES = {
     "F32": torch.float32,
@@ -35,8 +36,8 @@ class Tensors(Protocol):
 
 
 @contextlib.contextmanager
-def open_sample(samples: SampleStore, name: str, format: SampleFormat) -> Iterator[Tensors]:
-    """``get_tensor`` with the names of a raw file. Raises StoreError ``file_missing`` or ``file_corrupt``, in the block too."""
+def open_sample(samples: Reads, name: str, format: SampleFormat) -> Iterator[Tensors]:
+    """``get_tensor`` with the names of a raw file. Raises StoreError ``file_missing``, ``file_corrupt`` or ``store_io``, in the block too."""
     try:
         if format.encoding == Encoding.ZSTD:
             yield _Decompressed(samples, name, format)
@@ -46,6 +47,8 @@ def open_sample(samples: SampleStore, name: str, format: SampleFormat) -> Iterat
     except FileNotFoundError as e:
         raise StoreError(ErrorCode.FILE_MISSING, f"{samples.place(name)}: its record names it, and it is not there") from e
     except (SafetensorError, OSError, KeyError) as e:
+        if isinstance(e, OSError) and e.errno:  # the disk's or the bucket's: the file may be whole. Without a number: a decoder's.
+            raise store_error(e, f"read {name}") from e
         raise StoreError(ErrorCode.FILE_CORRUPT, f"{samples.place(name)}: {e}") from e
     except StoreError:
         raise  # of another file that was read in the block (the norm)
@@ -53,7 +56,7 @@ def open_sample(samples: SampleStore, name: str, format: SampleFormat) -> Iterat
         raise StoreError(ErrorCode.FILE_CORRUPT, f"{samples.place(name)}: {e.message}") from e
 
 
-def _tensors(samples: SampleStore, name: str) -> contextlib.AbstractContextManager[Tensors]:
+def _tensors(samples: Reads, name: str) -> contextlib.AbstractContextManager[Tensors]:
     """A safetensors file: mapped where it is one on disk, else as it came."""
     if isinstance(samples, FolderSamples):
         opened: contextlib.AbstractContextManager[Tensors] = safe_open(samples.root / name, framework="pt")
@@ -95,7 +98,7 @@ class _Scaled:
 class _Decompressed:
     """zstd: all of the file, decompressed once; its states are put together when they are asked for."""
 
-    def __init__(self, samples: SampleStore, name: str, format: SampleFormat) -> None:
+    def __init__(self, samples: Reads, name: str, format: SampleFormat) -> None:
         self._format, self._planes = format, dict[str, Any]()
         with SampleFile(samples, name, format) as f:
             _, header = f.head()

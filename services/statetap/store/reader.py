@@ -29,7 +29,7 @@ from .delete import Reading
 from .jobs import load_job
 from .ledger import JobLedger
 from .opened import Tensors, open_sample
-from .samples import samples_of
+from .samples import Reads, samples_of
 
 _INDEX = pa.schema([("row", pa.int64()), ("tokens", pa.int64()), ("path", pa.string())])
 
@@ -60,9 +60,9 @@ class SampleLoader:
         self._derive = _must_derive(self.profile, final)
         self._weight: torch.Tensor | None = None
 
-    def load(self, name: str) -> dict[str, torch.Tensor]:
-        """One file, by its path below the job's folder. Raises StoreError ``file_missing`` or ``file_corrupt``."""
-        with open_sample(self._samples, name, self._format) as f:
+    def load(self, name: str, held: Reads | None = None) -> dict[str, torch.Tensor]:
+        """One file, by its path below the job's folder; ``held``: where it was read already. Raises StoreError as :func:`open_sample`."""
+        with open_sample(held or self._samples, name, self._format) as f:
             item = {
                 INPUT_IDS: f.get_tensor(INPUT_IDS).long(),
                 LOSS_MASK: f.get_tensor(LOSS_MASK).long(),

@@ -32,7 +32,7 @@ from .encode import Pieces, encoder
 from .fs import make_dirs, remove, store_error
 from .positions import kept_positions
 from .rows import Row
-from .samples import SampleStore
+from .samples import SampleStore, fetched
 from .sink import FileSink, Gate, MemorySink, Sink
 
 if TYPE_CHECKING:  # its library is slow to import, and who has no bucket needs it not
@@ -283,7 +283,8 @@ def check_sample(samples: SampleStore, format: SampleFormat, row: Row, generatio
         return RowError(ErrorCode.FILE_CORRUPT, f"{name} {what}")
 
     try:
-        with SampleFile(samples, name, format) as f:
+        held = fetched(samples, name)
+        with SampleFile(held, name, format) as f:
             size, most = f.size, format.bytes(T, kept)
             if size != most if format.exact else size > most:
                 raise corrupt(f"has {size} bytes, not {'up to ' if not format.exact else ''}{most}")
@@ -307,7 +308,7 @@ def check_sample(samples: SampleStore, format: SampleFormat, row: Row, generatio
             if compressed:
                 f.states(kept, update)
         if compressed:
-            with samples.open(name) as raw:
+            with held.open(name) as raw:
                 while data := raw.read(_HASHED):
                     digest.update(data)
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Union
@@ -41,22 +41,35 @@ class Opens(Protocol):
         ...
 
 
+class Reads(Opens, Protocol):
+    def map(self, name: str) -> Bytes:
+        """All of a file. It must not be cut short while it is looked at."""
+        ...
+
+    def place(self, name: str) -> str:
+        """For a person."""
+        ...
+
+
 @dataclass(frozen=True)
 class Held:
-    """A file that was mapped already."""
+    """A file that was mapped already. ``where``: its place."""
 
     data: Bytes
+    where: str = ""
 
     def open(self, name: str) -> pa.NativeFile:
         return pa.BufferReader(pa.py_buffer(self.data))
 
-
-class SampleStore(Opens, Protocol):
-    """Thread-safe."""
-
     def map(self, name: str) -> Bytes:
-        """All of a file. It must not be cut short while it is looked at."""
-        ...
+        return self.data
+
+    def place(self, name: str) -> str:
+        return self.where or name
+
+
+class SampleStore(Reads, Protocol):
+    """Thread-safe."""
 
     def entries(self, folder: str, keep: Callable[[str], bool]) -> Iterator[Entry]:
         """Those of one of the job's folders whose name in it is to be kept, in no order. Nothing where there is no such folder."""
@@ -70,9 +83,7 @@ class SampleStore(Opens, Protocol):
         """No error where it is not there."""
         ...
 
-    def place(self, name: str) -> str:
-        """For a person."""
-        ...
+    def remove_many(self, names: Iterable[str]) -> None: ...
 
     def settle(self, folder: str) -> None:
         """Names that came into a folder stay after a loss of power."""
@@ -116,6 +127,10 @@ class FolderSamples:
     def remove(self, name: str) -> None:
         remove(self.root / name)
 
+    def remove_many(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.remove(name)
+
     def place(self, name: str) -> str:
         return str(self.root / name)
 
@@ -133,3 +148,8 @@ def samples_of(job_dir: Path, spec: JobSpec) -> Samples:
     from .bucket import BucketSamples  # as above
 
     return BucketSamples(spec.samples)
+
+
+def fetched(samples: SampleStore, name: str) -> Reads:
+    """To open a file more than once: what does not lie on a file system is fetched here, and not again. Raises OSError."""
+    return samples if isinstance(samples, FolderSamples) else Held(samples.map(name), samples.place(name))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,15 +99,13 @@ class BatchRun:
         self._drain_until = float("inf")  # monotonic
         self._engine = EngineClient(settings.engine_url, settings.request_timeout_s)
         self._outage = Outage(self._engine, settings.engine_down_after_s)
-        samples = samples_of(job_dir, spec)
-        bucket = None if isinstance(samples, FolderSamples) else samples
+        self._samples = samples_of(job_dir, spec)
+        bucket = None if isinstance(self._samples, FolderSamples) else self._samples
         self._writer = SampleWriter(job_dir, spec.sample_format, lease, bucket, settings.put_bytes)
-        threads = settings.put_threads if bucket else settings.write_threads
-        self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
+        self._write_pool = ThreadPoolExecutor(settings.put_threads if bucket else settings.write_threads, thread_name_prefix="write")
         self._redis_pool = ThreadPoolExecutor(1, thread_name_prefix="redis")
-        self._committer = Committer(
-            job_dir, spec.sample_format, batch.batch, lease, self._tell, samples, EngineNow(settings.tap, context.ready)
-        )
+        engine = EngineNow(settings.tap, context.ready)
+        self._committer = Committer(job_dir, spec.sample_format, batch.batch, lease, self._tell, self._samples, engine)
 
     async def run(self) -> Resumed:
         """Resume and do the open rows; what resuming found is returned. Raises what is no row's fault."""
@@ -115,9 +114,8 @@ class BatchRun:
         drain.listen(lambda: self._stop_from_thread(DRAIN))
         try:
             # In a thread: the lease is refreshed and a stop is heard while files are checked for adoption.
-            resumed = await asyncio.to_thread(
-                open_batch, self._settings.store, self._job_dir, self._spec, self._batch, self._rows, self._lease
-            )
+            opening = partial(open_batch, self._settings.store, self._job_dir, self._spec, self._batch, self._rows, self._lease)
+            resumed = await asyncio.to_thread(opening, self._samples, lambda: bool(self.reason))
             for record in resumed.records.values():
                 self.tally.add(record)
             self._dirty.set()  # told at once: it may be all there is

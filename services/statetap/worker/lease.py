@@ -7,6 +7,7 @@ looks first), so an attempt that lost its lease can publish nothing stale. Redis
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ YIELD = "yield"
 AWAY = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError)
 """Redis is away, or takes no writes for now: tried again, and never the end of a thread."""
 REMOVE_S = 5.0  # what the engine has in hand at a horse's end is written within this
+_OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)  # a file came, or went, since the folder was listed
 TICK_S = 1.0  # control is read, and the lease file touched, this often
 
 # Take the lease. Rows that a lost attempt left in flight, and that nobody has moved yet, become suspects.
@@ -304,11 +306,19 @@ def make_lease_folder(folder: Path, note: bytes) -> None:
 
 def remove_lease_folder(folder: Path) -> None:
     """Remove it although the engine may still be writing what its horse had asked for: a file that comes in between makes ``rmtree`` fail
-    at the folder itself, with the lease file gone, by which it would be found again. What is left after the limit, the engine sweeps.
+    at the folder itself, with the lease file gone, by which it would be found again. That is tried again at once, for REMOVE_S: whoever
+    waits loses the race to an engine that goes on. What cannot be removed for another reason is left to the engine's sweep.
     """
+    hopeless: list[OSError] = []
+
+    def failed(_: object, __: str, info: tuple[type[BaseException], BaseException, object]) -> None:
+        error = info[1]
+        if isinstance(error, OSError) and error.errno not in _OVERTAKEN:
+            hopeless.append(error)
+
     deadline = time.monotonic() + REMOVE_S
     while folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        if time.monotonic() > deadline:
-            log.warning("event=lease_folder_left folder=%s", folder.name)
+        shutil.rmtree(folder, onerror=failed)
+        if hopeless or time.monotonic() > deadline:
+            log.warning("event=lease_folder_left folder=%s error=%s", folder.name, hopeless[0] if hopeless else "it is written into")
             return

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from ..contracts.records import Batch, JobSpec
 from ..store.resume import Resumed, resume_batch
 from ..store.reuse import reuse_rows
 from ..store.rows import RowsFile
-from ..store.samples import samples_of
+from ..store.samples import Samples
 
 
-def open_batch(store: Path, job_dir: Path, spec: JobSpec, batch: Batch, rows: RowsFile, attempt: str) -> Resumed:
-    """Resume the batch, then take over what earlier jobs have of its open rows. The caller holds the lease. Raises StoreError."""
+def open_batch(
+    store: Path, job_dir: Path, spec: JobSpec, batch: Batch, rows: RowsFile, attempt: str, samples: Samples, stopped: Callable[[], bool]
+) -> Resumed:
+    """Resume the batch, then take over what earlier jobs have of its open rows, until ``stopped``: objects of a bucket take their time.
+
+    The caller holds the lease. Raises StoreError.
+    """
     format = spec.sample_format
-    samples = samples_of(job_dir, spec)
     resumed = resume_batch(job_dir, format, batch, rows, attempt, samples)
     todo = resumed.open_rows
     if not (spec.reuse_from and todo):
         return resumed
     # A row that was opened again is captured anew: what an earlier job has may be the same damaged file, by hard link.
-    wanted = (r for r in rows.read(min(todo), max(todo) + 1) if todo.get(r.row) == 0 and len(r.input_ids) <= spec.longest)
+    found = takewhile(lambda _: not stopped(), rows.read(min(todo), max(todo) + 1))
+    wanted = (r for r in found if todo.get(r.row) == 0 and len(r.input_ids) <= spec.longest)
     taken = reuse_rows(store, job_dir, format, spec.reuse_from, batch.batch, attempt, wanted, todo, samples)
     if not taken:
         return resumed

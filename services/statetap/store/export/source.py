@@ -25,7 +25,7 @@ from ..decode import SampleFile
 from ..fs import store_error
 from ..jobs import load_job
 from ..reader import SampleLoader, load_norm, what_is_missing
-from ..samples import samples_of
+from ..samples import fetched, samples_of
 from .base import Final, Format, Item, Tokens
 
 _COLUMNS = ["row", "source_id", "state", "tokens", "bytes", "path", "xxh3"]
@@ -119,7 +119,8 @@ class Source:
         """The row's tensors, as SampleLoader gives them. Raises StoreError ``file_missing``, ``file_corrupt``, ``store_io``."""
         digest, size = xxhash.xxh3_64(), 0
         try:
-            with self._samples.open(item.path) as f:
+            held = fetched(self._samples, item.path)
+            with held.open(item.path) as f:
                 while block := f.read(_READ):
                     digest.update(block)
                     size += len(block)
@@ -129,7 +130,7 @@ class Source:
             raise store_error(e, f"read {item.path}") from e
         if size != item.bytes or digest.hexdigest() != item.xxh3:
             raise StoreError(ErrorCode.FILE_CORRUPT, f"{item.path}: {size} bytes, xxh3 {digest.hexdigest()}, not {item.bytes}, {item.xxh3}")
-        return self._loader().load(item.path)
+        return self._loader().load(item.path, held)
 
     def tokens(self) -> Iterator[Tokens]:
         """All items with their ids and masks; the states are not read. Raises StoreError as :meth:`sample` does."""
