@@ -39,11 +39,11 @@ def made() -> Iterator[Make]:
 
 
 @contextmanager
-def engine(count: int, **head: Any) -> Iterator[tuple[Head, list[Member]]]:
+def engine(count: int, **times: Any) -> Iterator[tuple[Head, list[Member]]]:
     """The links of an engine of ``count`` nodes, all joined."""
     address = f"127.0.0.1:{free_pair()}"
-    zero = Head(Nodes(count=count, address=address), FACTS, timeout_s=10, **{**FAST, **head})
-    members = [Member(Nodes(count=count, rank=r, address=address), dict(FACTS), **FAST) for r in range(1, count)]
+    zero = Head(Nodes(count=count, address=address), FACTS, timeout_s=10, **{**FAST, **times})
+    members = [Member(Nodes(count=count, rank=r, address=address), dict(FACTS), **{**FAST, **times}) for r in range(1, count)]
     try:
         for member in members:
             member.join(10)
@@ -62,14 +62,14 @@ def test_nodes_that_all_live_stay_joined() -> None:
 
 def test_what_one_node_says_at_its_end_is_what_the_others_tell() -> None:
     """Seen to fail with a link that takes every end for the same (``clean`` not sent)."""
-    with engine(3) as (head, (first, second)):
+    with engine(3, lost_s=60) as (head, (first, second)):
         second.close("out of memory", clean=False)
         ended = head.wait(5)
         assert ended is not None and not ended.clean and ended.reason == "node 2 has ended: out of memory"
         head.close(ended.reason, clean=False)  # as the launcher does
         ended = first.wait(5)
         assert ended is not None and not ended.clean and ended.reason == "node 0 has ended: node 2 has ended: out of memory"
-    with engine(2) as (head, (member,)):
+    with engine(2, lost_s=60) as (head, (member,)):
         head.close("it was stopped", clean=True)
         ended = member.wait(5)
         assert ended is not None and ended.clean and ended.reason == "node 0 has ended: it was stopped"

@@ -239,7 +239,7 @@ class BucketSamples:
                 raise BlockingIOError(errno.EAGAIN, said, place) from e
             if code in _FULL or status == 507:
                 raise OSError(errno.ENOSPC, said, place) from e
-            raise (_AwayError if status >= 500 else OSError)(errno.EIO, said, place) from e
+            raise (_AwayError if (status or 0) >= 500 else OSError)(errno.EIO, said, place) from e
         except BotoCoreError as e:
             raise (_AwayError if isinstance(e, _NO_ANSWER) else OSError)(errno.EIO, str(e), place) from e
 
