@@ -186,7 +186,7 @@ def test_a_full_bucket_pauses_the_job_as_low_disk_and_a_dead_gateway_as_circuit_
 
 
 def test_a_storm_of_kills_of_workers_and_gateway_leaves_each_row_once(tmp_path: Path, redis_server: RedisServer, ceph: Ceph) -> None:
-    """Seen to fail with a resume that sees no objects, and with a commit that takes another's object for its own row's without a look."""
+    """Seen to fail with a resume that sees no objects, and with the library's own tries alone: the job paused."""
     count, bucket, gateway_kills = 500, ceph.bucket(), 0
     with start_service(tmp_path, redis_server, f"s3://{bucket}/train", window=2, workers_per_engine=3) as service:
         service.dataset(token_rows(count, 400))
