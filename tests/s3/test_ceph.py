@@ -170,7 +170,8 @@ def test_a_full_bucket_pauses_the_job_as_low_disk_and_a_dead_gateway_as_circuit_
         ceph.quota(bucket, 20 * MIB)
         job = service.api.submit("ds-1")["job_id"]
         paused = service.api.until_state(job, "paused", reason="low_disk", seconds=60)
-        assert "QuotaExceeded" in paused["message"] and paused["rows"]["failed"] == 0 and 0 < sum(ceph.keys(bucket).values()) <= 20 * MIB
+        assert "QuotaExceeded" in paused["message"] and paused["rows"]["failed"] == 0
+        assert 10 * MIB < sum(ceph.keys(bucket).values()) < 30 * MIB  # the gateway does not count what is under way
         ceph.quota(bucket, 0)
         ceph.kill_gateway()
         service.post(f"/v1/jobs/{job}/resume")
@@ -185,7 +186,7 @@ def test_a_full_bucket_pauses_the_job_as_low_disk_and_a_dead_gateway_as_circuit_
 
 
 def test_a_storm_of_kills_of_workers_and_gateway_leaves_each_row_once(tmp_path: Path, redis_server: RedisServer, ceph: Ceph) -> None:
-    """Seen to fail with a resume that sees no objects, and with a commit that takes another's object for its own row's without a look."""
+    """Seen to fail with a resume that sees no objects, and with the library's own tries alone: the job paused."""
     count, bucket, gateway_kills = 500, ceph.bucket(), 0
     with start_service(tmp_path, redis_server, f"s3://{bucket}/train", window=2, workers_per_engine=3) as service:
         service.dataset(token_rows(count, 400))
@@ -195,12 +196,12 @@ def test_a_storm_of_kills_of_workers_and_gateway_leaves_each_row_once(tmp_path: 
         with Storm(service, redis_server, job, SEED, (0.3, 1.0)) as storm:
 
             def over_or_gateway() -> bool:
-                """Each fifth kill is followed by one of the gateway, that is away for a second."""
+                """Each fifth kill is followed by one of the gateway, that is away for three seconds."""
                 nonlocal gateway_kills
                 if storm.kills.total() >= 5 * (gateway_kills + 1):
                     gateway_kills += 1
                     ceph.kill_gateway()
-                    time.sleep(1)  # it is away
+                    time.sleep(3)  # it is away
                     ceph.start_gateway()
                 return over() or storm.kills.total() >= 40
 
