@@ -153,7 +153,13 @@ def test_duplicate_ids_are_rows_of_their_own(run, tmp_path: Path) -> None:
             "a tokenizer has to be named",
         ),
         (b'{"input_ids":[1]}', {"format": "parquet"}, "invalid_request", "'parquet' is none of auto"),
-        (b'{"input_ids":[1]}', {"tokenizer": "/does/not/exist"}, "dataset_failed", "cannot be loaded"),
+        (
+            b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Yo"}]}',
+            {"tokenizer": "/does/not/exist"},
+            "dataset_failed",
+            "line 1 is a conversation: the tokenizer '/does/not/exist' cannot be loaded",
+        ),
+        (b'{"input_ids":[1]}', {"tokenizer": "/does/not/exist", "format": "messages"}, "dataset_failed", "cannot be loaded"),
         (b'{"input_ids":[1]}', {"path": "/does/not/exist"}, "dataset_failed", "cannot open /does/not/exist"),
     ],
 )
@@ -165,6 +171,14 @@ def test_a_dataset_that_cannot_be_had_says_why_and_leaves_no_rows(
     assert status.error is not None and status.error["code"] == code
     assert message in status.error["message"]
     assert os.listdir(tmp_path / "datasets/d") == [REPORT]
+
+
+@pytest.mark.parametrize("format", ["auto", "tokenized"])
+def test_tokenised_rows_do_not_need_the_models_tokenizer(run, format: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is the default where nothing is named, and may need a package that is not here. Seen to fail so, on a model without a tokenizer."""
+    status = run([{"input_ids": [1, 99_999]}], tokenizer="/does/not/exist", format=format)
+    assert (status.state, status.accepted) == ("ready", 1)
+    assert "are not held against the vocabulary: the tokenizer" in caplog.text
 
 
 def test_conversations_need_a_chat_template(run, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ..store.fs import create_file, fsync_dir, make_dirs, read_json, remove, sto
 from ..store.keyindex import build_index
 from ..store.rows import SCHEMA
 from .formats import MAX_ROW_BYTES, Source
-from .kinds import KINDS, Conversation, Tokens, detect, parse, source_id
+from .kinds import KINDS, TOKENIZED, Conversation, Tokens, detect, parse, source_id
 from .permutation import Permutation
 from .shuffle import shuffled
 
@@ -134,6 +134,7 @@ class _Run:
         self._hash = xxhash.xxh3_128()
         self._next_progress = 0.0
         self._masker: Any = None  # a mask.Masker; its module imports transformers, which tokenised rows do not need
+        self._no_masker = "a tokenizer has to be named"
 
     # -- the whole file
 
@@ -143,7 +144,14 @@ class _Run:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"format: {self.kind!r} is none of auto, {', '.join(KINDS)}")
         self.bytes_total = sum(map(_size, self.spec.files))
         if self.spec.tokenizer:
-            self._load_tokenizer()
+            try:
+                self._load_tokenizer()
+            except RequestError as e:
+                if self.kind not in ("", TOKENIZED):
+                    raise
+                # Tokenised rows are only looked at earlier with it: the worker knows the model's vocabulary.
+                self._no_masker = e.message
+                logger.warning("dataset %s: ids of tokenised rows are not held against the vocabulary: %s", self.spec.dataset_id, e.message)
         seed = self.spec.shuffle_seed
         with contextlib.ExitStack() as cleanup:
             tmp = self._temp(cleanup)
@@ -236,7 +244,7 @@ class _Run:
         except RowError as e:
             content = e
         if isinstance(content, Conversation) and self._masker is None:
-            raise RequestError(ErrorCode.DATASET_FAILED, f"{self.place} is a conversation: a tokenizer has to be named")
+            raise RequestError(ErrorCode.DATASET_FAILED, f"{self.place} is a conversation: {self._no_masker}")
         return _Row(source=number, line=line, source_id=source_id(value, own_id), content=content)
 
     def _load_tokenizer(self) -> None:
