@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 
 SENTENCES = [
@@ -61,4 +63,63 @@ def make_slow_tokenizer(folder: Path, template: str = CHATML) -> str:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+TIKTOKEN = """
+import tiktoken
+from tiktoken.load import load_tiktoken_bpe
+from transformers import PreTrainedTokenizer
+
+
+class MadeTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, vocab_file, **kw):
+        ranks = load_tiktoken_bpe(vocab_file)
+        self.encoding = tiktoken.Encoding(name="made", pat_str=r"\\S+|\\s+", mergeable_ranks=ranks, special_tokens={})
+        self.names = {i: token.decode("latin-1") for token, i in ranks.items()}
+        self.ids = {name: i for i, name in self.names.items()}
+        super().__init__(**kw)
+
+    @property
+    def vocab_size(self):
+        return len(self.names)
+
+    def get_vocab(self):
+        return {**self.ids, **self.added_tokens_encoder}
+
+    def _tokenize(self, text, **kw):
+        return [self.names[i] for i in self.encoding.encode_ordinary(text)]
+
+    def _convert_token_to_id(self, token):
+        return self.ids[token]
+
+    def _convert_id_to_token(self, index):
+        return self.names[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens).encode("latin-1").decode("utf-8", "replace")
+"""
+
+
+def make_tiktoken_tokenizer(folder: Path, template: str = CHATML) -> str:
+    """One with code of its own over tiktoken, as Kimi-K2's: its package has to be where rows are ingested."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenization_made.py").write_text(TIKTOKEN)
+    tokens = [bytes([i]) for i in range(256)] + [b"an", b"er", b" t"]
+    lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens))
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    config = {
+        "tokenizer_class": "MadeTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_made.MadeTokenizer", None]},
+        "added_tokens_decoder": {
+            str(len(tokens) + i): {"content": name, **special} for i, name in enumerate(("<|im_start|>", "<|im_end|>"))
+        },
+        "eos_token": "<|im_end|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)

@@ -26,9 +26,12 @@ def conversation(*turns: dict[str, str]) -> Conversation:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory):
-    def make(template: str | None, *, slow: bool = False) -> Masker:
+    def make(template: str | None, *, kind: str = "fast") -> Masker:
         folder = tmp_path_factory.mktemp("tokenizer")
-        return Masker(made.make_slow_tokenizer(folder, template or "") if slow else made.make_tokenizer(folder, template))
+        if kind == "fast":
+            return Masker(made.make_tokenizer(folder, template))
+        maker = {"slow": made.make_slow_tokenizer, "tiktoken": made.make_tiktoken_tokenizer}[kind]
+        return Masker(maker(folder, template or ""), trust_remote_code=kind == "tiktoken")
 
     return make
 
@@ -40,10 +43,10 @@ def supervised(masker: Masker, tokens: Tokens | RowError) -> list[str]:
     return [masker._tokenizer.decode(tokens.input_ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
+@pytest.mark.parametrize("kind", ["fast", "slow", "tiktoken"])
 @pytest.mark.parametrize("template", ["CHATML", "CHATML_MARKED"])
-def test_answers_and_their_end_of_turn_are_supervised_and_nothing_else(load, template: str, slow: bool) -> None:
-    masker = load(getattr(made, template), slow=slow)
+def test_answers_and_their_end_of_turn_are_supervised_and_nothing_else(load, template: str, kind: str) -> None:
+    masker = load(getattr(made, template), kind=kind)
     (tokens,) = masker.encode([conversation()])
     newline = "" if template == "CHATML_MARKED" else "\n"
     assert supervised(masker, tokens) == [f"It is 4. 🙂<|im_end|>{newline}", f"Yes, it is:\n\n  4  <|im_end|>{newline}"]

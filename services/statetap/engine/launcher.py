@@ -279,10 +279,14 @@ def _be_killed_with_parent() -> None:
 def _remove_segments(temp: Path) -> None:
     """This start's segments in /dev/shm, by the names that lie in its temp folder (plugin.py puts them there).
 
-    ``sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) and Python's semaphores.
+    ``sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) Python's semaphores and the ranks' message queues.
     """
     for name in (p.name for p in temp.iterdir()):
-        found = [Path("/dev/shm") / name] if name.startswith("sem.mp-") else Path("/dev/shm").glob(f"sglang_loads_{name}_*.shm")
+        found = (
+            [Path("/dev/shm") / name]
+            if name.startswith(("sem.mp-", "sgl_shm_mq_"))
+            else Path("/dev/shm").glob(f"sglang_loads_{name}_*.shm")
+        )
         for segment in found:
             segment.unlink(missing_ok=True)
 

@@ -75,7 +75,7 @@ def _attach(runner: Any) -> None:
 
     settings = current()
     check_hooks_applied()
-    note_semaphores()  # tqdm made one while the weights were loaded
+    note_segments()  # tqdm made one while the weights were loaded
     stack = decoder_stack(runner.model, runner.model_config.num_hidden_layers)
     profile = capture_profile(runner, stack, settings)
     if _is_writing_rank():
@@ -192,11 +192,15 @@ def after_port_args(result: Any, *args: Any, **kwargs: Any) -> None:
         (Path(tempfile.gettempdir()) / instance).touch()
 
 
-def note_semaphores() -> None:
-    """Leave the names of this process's semaphores (tqdm makes one) in the temp folder, for the launcher.
+def note_segments() -> None:
+    """Leave the names of this process's semaphores (tqdm makes one) and message queues (of tensor parallel ranks) in the temp folder, for
+    the launcher.
 
     SGLang ends its tree by SIGKILL, Python's resource tracker with it, so nobody else would unlink them.
     """
+    # sglang distributed/device_communicators/shm_broadcast.py
+    for queue in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
+        (Path(tempfile.gettempdir()) / queue.name).touch()
     # glibc makes a semaphore under another name and links it: the map shows that name, deleted; the inode is the same.
     maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/sem." in line)
     inodes = {int(fields[4]) for fields in maps}

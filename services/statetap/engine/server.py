@@ -32,7 +32,7 @@ from statetap.contracts.profile import CaptureProfile
 from statetap.engine import metrics, replies
 from statetap.engine.channel import Outcomes
 from statetap.engine.failure import write_failure
-from statetap.engine.plugin import note_semaphores
+from statetap.engine.plugin import note_segments
 from statetap.engine.settings import EngineSettings, current
 
 logger = logging.getLogger("statetap.engine")
@@ -164,7 +164,7 @@ def probe(settings: EngineSettings, outcomes: Outcomes) -> dict[str, Any]:
         )
     profile = CaptureProfile.from_dict(raw)
     _wait_for_http(settings.url, deadline)
-    note_semaphores()
+    note_segments()
     lease = new_lease()
     folder = settings.tap_dir / lease
     folder.mkdir()
