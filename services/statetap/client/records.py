@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ..contracts.records import JobState, Record
+from ..contracts.records import EngineStart, JobState, Record
 
 ENDED = frozenset(s.value for s in JobState if s.terminal)
 
@@ -94,13 +94,9 @@ class Batches(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapturedBy(Answer):
+class CapturedBy(Answer, EngineStart):
     """One start of an engine, and the done rows that it captured."""
 
-    boot_id: str
-    engine_id: str = ""
-    sglang_version: str = ""
-    plugin_version: str = ""
     rows: int = 0
 
 
