@@ -114,9 +114,8 @@ def test_what_a_job_in_a_bucket_leaves_on_the_store_is_some_hundred_bytes_a_row(
     a_row = sizes.total() / count
     assert 100 < a_row < 500 and {"job.json", "plan.parquet", "ledger", "manifest.parquet", "COMPLETE"} <= sizes.keys()
     parts = ", ".join(f"{name} {size:,}" for name, size in sizes.most_common(3))
-    figure(
-        "s3.record_bytes_a_row", round(a_row), "bytes", f"{count:,} rows, the job's folder in all: {parts} bytes, the rest of a fixed size"
-    )
+    note = f"{count:,} rows, the job's folder in all: {parts} bytes, the rest of a fixed size"
+    figure("s3.record_bytes_a_row", round(a_row), "bytes", note)
 
 
 def test_an_object_without_a_ledger_line_is_adopted_and_a_wrong_one_is_not(service: Service, s3: S3) -> None:

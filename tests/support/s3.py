@@ -25,17 +25,11 @@ import pytest
 from aiohttp import ClientSession, web
 from botocore.config import Config
 
+from tests.support.redis import free_port
 from tests.support.workers import eventually
 
 BUCKET = "drafts"
 _HOP = {"transfer-encoding", "connection", "keep-alive", "content-encoding", "content-length", "server", "date"}
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 class S3:
@@ -56,7 +50,7 @@ class S3:
         self.away_until = 0.0  # time.monotonic: until then no request is answered
         self.up_bytes_per_s = 0  # so fast are bodies taken; 0: as they come
         self._folder = folder
-        self._server_port = _free_port()
+        self._server_port = free_port()
         self._port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="s3-proxy", daemon=True)

@@ -270,9 +270,11 @@ def test_a_row_is_of_the_engine_that_its_segment_names_before_it(bench: Bench, m
     now = engines[1]
     writer.append([replace(done[2], engine=UNKNOWN_ENGINE), done[3]])
     writer.close()
-    LedgerWriter(bench.job_dir, 0, "b" * 16).append([RowRecord(row=4, state="done", path="data_4")])  # adopted: nobody knows
+    with_engine = LedgerWriter(bench.job_dir, 0, "b" * 16, lambda: now)
+    with_engine.append([RowRecord(row=4, state="failed"), RowRecord(row=5, state="skipped")])  # captured by none
+    with_engine.close()
     ledger = JobLedger(bench.job_dir)
-    assert [r.engine for _, r in sorted(ledger.last(0).items())] == ["one", "one", "?", "two", ""]
+    assert [r.engine for _, r in sorted(ledger.last(0).items())] == ["one", "one", "?", "two", "", ""]
     assert list(ledger.engines.values()) == engines
     text = (bench.job_dir / "ledger" / f"0.{'a' * 16}.jsonl").read_text()
     assert text.count('"boot_id"') == 2 and text.count('"row"') == 4

@@ -260,7 +260,7 @@ class RowRecord(Record):
     code: str = ""
     message: str = ""
     origin: str = ""  # ``<job>/<row>`` that the file was captured for, when it was taken from an earlier job
-    engine: str = ""  # EngineStart.boot_id of the engine that captured it; stands in a line only where it is not the segment's
+    engine: str = ""  # EngineStart.boot_id of the engine that captured a done row; stands in a line only where it is not the segment's
     at: float = 0.0
 
     @property

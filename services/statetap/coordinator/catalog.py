@@ -97,7 +97,8 @@ class Catalog:
 
     def later_jobs(self) -> list[str]:
         """Ids of jobs of a later schema version, that :meth:`jobs` left out."""
-        return sorted(self._later)
+        with self._lock:
+            return sorted(self._later)
 
     def control(self, job_id: str) -> JobControl:
         """control.json, read again only when it was replaced. Raises RequestError ``not_found``, StoreError."""

@@ -279,7 +279,8 @@ def _be_killed_with_parent() -> None:
 def _remove_segments(temp: Path) -> None:
     """This start's segments in /dev/shm, by the names that lie in its temp folder (plugin.py puts them there).
 
-    ``sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py) Python's semaphores and the ranks' message queues.
+    ``sglang_loads_<instance id or ipc file's name>_<digest>.shm`` (sglang managers/load_snapshot.py), Python's semaphores, the
+    ranks' message queues.
     """
     for name in (p.name for p in temp.iterdir()):
         found = (

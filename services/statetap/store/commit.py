@@ -15,11 +15,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..contracts.errors import ErrorCode, RowError, StoreError
-from ..contracts.records import UNKNOWN_ENGINE, EngineStart, RowRecord
+from ..contracts.records import EngineStart, RowRecord
 from ..contracts.sample_format import SampleFormat
 from .fs import fsync_dir, remove, store_error
 from .ledger import LedgerWriter, fold, segments_by_batch
@@ -229,7 +229,7 @@ class Committer:
         if recorded is not None and recorded.path == item.record.path:
             log.info("event=late_commit_discarded row=%d batch=%d reason=already_committed", row, self._batch)
             return recorded, False
-        return replace(check_sample(self._samples, self._format, item.row, item.record.generation), engine=UNKNOWN_ENGINE), True
+        return check_sample(self._samples, self._format, item.row, item.record.generation), True
 
     def _other(self, item: Staged) -> tuple[RowRecord, bool]:
         """:meth:`_held`, or ours in its place where that is not whole."""

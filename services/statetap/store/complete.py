@@ -47,7 +47,9 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("xxh3", pa.string(), nullable=False),
         pa.field("code", pa.string(), nullable=False),
         pa.field("message", pa.string(), nullable=False),
-        pa.field("engine", pa.string(), nullable=False),  # boot_id of the engine that captured it; "": not known, or taken from another job
+        pa.field(
+            "engine", pa.string(), nullable=False
+        ),  # boot_id of the engine that captured it; "?": not known; "": none did, for this job
     ],
     metadata={"statetap_schema": "1"},
 )

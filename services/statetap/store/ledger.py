@@ -1,6 +1,6 @@
 """The ledger: what became of every row. One append-only JSONL segment for each attempt at a batch, one writer each.
 
-A line that names an engine holds for the rows after it: they were captured by that engine.
+A line that names an engine holds for the done rows after it: they were captured by that engine.
 
 Invariant: a line is written only after the file that it names is durable under its final name; a torn last line (a crash in
 the write) is ignored. The record with the highest (generation, state) of a row is the truth; order and duplicates do not matter.
@@ -88,7 +88,7 @@ def read_segment(path: Path, engines: dict[str, EngineStart] | None = None) -> I
                 if engines is not None:
                     engines[engine.boot_id] = engine
                 continue
-            record = RowRecord.from_dict(captured_by | data)
+            record = RowRecord.from_dict(captured_by | data if data.get("state") == "done" else data)
             record.rank  # noqa: B018  (an unknown state raises here)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue

@@ -23,7 +23,7 @@ import xxhash
 from ..contracts import SCHEMA_VERSION
 from ..contracts.errors import ErrorCode, RowError
 from ..contracts.layout import sample, temp
-from ..contracts.records import RowRecord, RowState
+from ..contracts.records import UNKNOWN_ENGINE, RowRecord, RowState
 from ..contracts.sample_format import Encoding, SampleFormat
 from ..contracts.tensors import BLOCK, INPUT_IDS, Header, tap_header
 from .check import Bytes, StateChecker, check_ids, check_states, check_tap_header, largest_block
@@ -323,5 +323,6 @@ def check_sample(samples: SampleStore, format: SampleFormat, row: Row, generatio
         bytes=size,
         path=name,
         xxh3=digest.hexdigest(),
+        engine=UNKNOWN_ENGINE,
         at=round(time.time(), 3),
     )

@@ -63,13 +63,11 @@ def run_and_compare(model: Path, store: Path, cpu: list[str], flags: list[str]) 
     assert verified.returncode == 0 and json.loads(verified.stdout)["files"] == 2_000, verified.stdout
     parity = cli("parity", job, "--model", model, "--samples", "16", "--json", timeout=400)
     assert parity.returncode == 0, parity.stdout + parity.stderr
-    say(
-        run_s=round(took, 1),
-        tokens=complete["tokens"],
-        bytes=complete["bytes"],
-        engines=complete["engines"],
-        parity=json.loads(parity.stdout),
-    )
+    found = json.loads(parity.stdout)
+    note = f"statetap run of 2,000 conversations, {complete['tokens']:,} tokens, SGLang {complete['engines'][0]['sglang_version']}"
+    worst = f"the worst boundary, against transformers; one boundary off: {found['shifted']:.2f}; {note}"
+    print_figure("gpu.run_s", round(took, 1), "s", COMMAND, f"from the command to its end: {note}")
+    print_figure("gpu.run_parity", round(found["worst"], 4), "relative error", COMMAND, worst)
 
 
 def start(model: Path, store: Path, cpu: list[str], flags: list[str]) -> Up:
