@@ -99,7 +99,8 @@ def test_a_wiped_redis_is_filled_from_the_store_and_no_row_is_done_twice(coordin
     # A horse that lives takes its lease again within LEASE_REFRESH_S, and is not cut off by a second one.
     worker.redis.set(keys.lease(job_id, task["batch"]), "the one from before", px=6000)
     later = worker.wait()
-    assert later["batch"] == task["batch"] + 1
+    # Not "the next one": a look that the wipe cut in two had given that out before it, and the one after it when all was gone.
+    assert later["batch"] not in range(task["batch"] + 1)
     worker.do(later)
     after = coordinator.job(job_id)
     assert after["rows"]["done"] >= before
@@ -280,12 +281,12 @@ def test_priority_goes_first_and_equals_take_turns(coordinator: Coordinator, wor
     for task in after:
         worker.hand_back(task)
     taken = Counter[str]()
-    for _ in range(12):
+    while sum(taken.values()) < 20:  # of the paused job, those that were in the queue are taken as well: how many is the machine's speed
         task = worker.wait()
-        taken[task["job_id"]] += task["job_id"] != high
         worker.do(task)
-    low = [n for job_id, n in taken.items() if job_id != high]
-    assert len(low) == 2 and min(low) >= 4
+        if task["job_id"] != high:
+            taken[task["job_id"]] += 1
+    assert len(taken) == 2 and min(taken.values()) >= 7
 
 
 @pytest.mark.parametrize("other", [replace(PROFILE, model="other"), replace(PROFILE, max_length=99)])
