@@ -151,6 +151,22 @@ def test_keys_come_and_go_without_a_restart(guarded: Coordinator, keys: Keys) ->
     until(lambda: status(keys.read) == 401, "without the file nobody comes in")
 
 
+@pytest.mark.parametrize("one_job", [True, False])
+def test_a_watch_ends_with_its_key(guarded: Coordinator, keys: Keys, redis_client: redis.Redis, one_job: bool) -> None:
+    """Seen to fail with a key that is looked at when the watch begins, and never again."""
+    register_engine(redis_client)
+    dataset = make_dataset(guarded.store, [9] * 10)
+    job = guarded.http.post("/v1/jobs", json={"dataset_id": dataset}, headers=bearer(keys.write)).json()["job_id"]
+    url = f"/v1/jobs/{job}/events" if one_job else "/v1/events"
+    with guarded.http.stream("GET", url, headers=bearer(keys.read)) as watch:
+        lines = watch.iter_lines()
+        assert any(line.startswith("data:") for line in lines)
+        revoke_key(keys.file, "read")
+        for _ in lines:  # QUIET_S at the most, and no client's timeout: it ends by itself
+            pass
+    assert refused(guarded.http.get(url, headers=bearer(keys.read)), 401, "unauthorized")
+
+
 def start_fails(process: Coordinator) -> str:
     with pytest.raises(AssertionError):
         process.start()

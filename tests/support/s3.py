@@ -25,7 +25,8 @@ import pytest
 from aiohttp import ClientSession, web
 from botocore.config import Config
 
-from tests.support.redis import free_port
+from tests.support.redis import RedisServer, free_port
+from tests.support.service import Service
 from tests.support.workers import eventually
 
 BUCKET = "drafts"
@@ -46,7 +47,8 @@ class S3:
         self.honest = True  # False: the condition of a PUT is not passed on
         self.lose_replies = 0  # to so many PUTs that the server did
         self.deny = ""  # an error code in answer to every PUT
-        self.slow_s = 0.0  # before each PUT
+        self.slow_s = 0.0  # before each PUT; less of it lets go those that wait
+        self.held = 0  # PUTs that wait for that
         self.away_until = 0.0  # time.monotonic: until then no request is answered
         self.up_bytes_per_s = 0  # so fast are bodies taken; 0: as they come
         self._folder = folder
@@ -142,7 +144,11 @@ class S3:
         headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         data = await self._body(request)
         if put:
-            await asyncio.sleep(self.slow_s)
+            self.held += 1
+            arrived = time.monotonic()
+            while (left := arrived + self.slow_s - time.monotonic()) > 0:  # noqa: ASYNC110 - a test sets it in another thread
+                await asyncio.sleep(min(left, 0.1))
+            self.held -= 1
             if self.deny:
                 text = f"<Error><Code>{self.deny}</Code><Message>refused by a test</Message></Error>"
                 return web.Response(status=507 if self.deny == "QuotaExceeded" else 403, text=text, content_type="application/xml")
@@ -189,4 +195,11 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     with S3(tmp_path) as made:
         for name, value in made.env.items():
             monkeypatch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture(name="service")
+def bucket_service(tmp_path: Path, redis_server: RedisServer, s3: S3) -> Iterator[Service]:
+    """Samples of its jobs stand in the bucket."""
+    with Service(tmp_path, redis_server.url, settings={"PORT": str(free_port()), "SAMPLES": s3.url}) as made:
         yield made

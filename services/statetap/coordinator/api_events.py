@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 
 from . import models
+from .auth import StillAdmitted
 from .context import Ctx
 from .problems import responses
 
@@ -38,7 +39,7 @@ _EVENT = {  # OpenAPI 3.2's way to describe a stream; readers of 3.1 pass it ove
 }
 _STREAM: dict[int | str, Any] = {
     200: {
-        "description": "Events `job`; the data of each is a Job as JSON. A comment every 10 s without one.",
+        "description": "Events `job`; the data of each is a Job as JSON. A comment every 10 s without one. A revoked key or a session that ends cuts it.",
         "content": {"text/event-stream": {"schema": {"type": "string"}, "example": _EXAMPLE, "itemSchema": _EVENT}},
     }
 }
@@ -50,7 +51,7 @@ _STREAM: dict[int | str, Any] = {
     response_class=StreamingResponse,
     responses={**_STREAM, **responses(404, 422)},
 )
-async def watch_job(job_id: str, ctx: Ctx, last_event_id: LastEventId = None) -> StreamingResponse:
+async def watch_job(job_id: str, ctx: Ctx, still_admitted: StillAdmitted, last_event_id: LastEventId = None) -> StreamingResponse:
     """The present snapshot at once, unless `Last-Event-ID` says that it is known, then each that differs. The id is the job's `version`.
     The stream ends after the terminal snapshot, which is sent in any case: close the EventSource on it."""
     spec = await anyio.to_thread.run_sync(ctx.catalog.job, job_id)
@@ -59,13 +60,15 @@ async def watch_job(job_id: str, ctx: Ctx, last_event_id: LastEventId = None) ->
         yield format_sse_event(retry=RETRY_MS)
         async with aclosing(ctx.events.job(spec, _number(last_event_id))) as snapshots:
             async for job in snapshots:
+                if not await still_admitted():
+                    return
                 yield _event(job, job.version) if job is not None else format_sse_event(comment="still here")
 
     return StreamingResponse(events(), media_type="text/event-stream", headers=HEADERS)
 
 
 @router.get("/v1/events", summary="Watch all jobs", response_class=StreamingResponse, responses={**_STREAM, **responses(422)})
-async def watch_jobs(ctx: Ctx, last_event_id: LastEventId = None) -> StreamingResponse:
+async def watch_jobs(ctx: Ctx, still_admitted: StillAdmitted, last_event_id: LastEventId = None) -> StreamingResponse:
     """At first each job that has not ended, then each that changed, its end included. After a cut, with `Last-Event-ID`, each that changed
     since. The ids are of this stream: they grow, and are not versions."""
 
@@ -73,6 +76,8 @@ async def watch_jobs(ctx: Ctx, last_event_id: LastEventId = None) -> StreamingRe
         yield format_sse_event(retry=RETRY_MS)
         async with aclosing(ctx.events.all(_number(last_event_id))) as changes:
             async for change in changes:
+                if not await still_admitted():
+                    return
                 yield _event(change[1], change[0]) if change is not None else format_sse_event(comment="still here")
 
     return StreamingResponse(events(), media_type="text/event-stream", headers=HEADERS)

@@ -17,8 +17,9 @@ import ipaddress
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -138,6 +139,14 @@ class Guard:
         caller.require(needed, f"{method} {path}")
         return caller
 
+    async def still_admits(self, connection: HTTPConnection) -> bool:
+        """Whether an answer without an end may go on: its key was not revoked, its session has not ended."""
+        try:
+            await self.admit(connection)
+        except RequestError:
+            return False
+        return True
+
     async def key(self, connection: HTTPConnection, given: str) -> Key:
         """The key that this is. Raises RequestError ``unauthorized``; ``rate_limited`` after too many wrong ones."""
         found = keyfile.find(await self._now(), given)
@@ -250,3 +259,12 @@ def _asking(request: Request) -> Caller:
 
 Asking = Annotated[Caller, Depends(_asking)]
 """An operation's parameter: who asks."""
+
+
+def _still(request: Request) -> Callable[[], Awaitable[bool]]:
+    guard: Guard = request.app.state.guard
+    return partial(guard.still_admits, request)
+
+
+StillAdmitted = Annotated[Callable[[], Awaitable[bool]], Depends(_still)]
+"""An operation's parameter: whether who asks may still hear its answer."""

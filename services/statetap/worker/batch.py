@@ -129,7 +129,7 @@ class BatchRun:
         finally:
             drain.listen(None)
             await self._close(publisher)
-        if self._bug is not None:
+        if self._bug:
             raise self._bug
         return resumed
 
@@ -150,7 +150,8 @@ class BatchRun:
             await asyncio.to_thread(self._keeper.close)
             await self._outage.close()
             await self._engine.close()
-            self._write_pool.shutdown()
+            # What hangs beyond a drain ends with the process, and counts as what a killed one was at.
+            self._write_pool.shutdown(wait=time.monotonic() < self._drain_until, cancel_futures=True)
             self._redis_pool.shutdown()
 
     def stop(self, reason: str, message: str = "") -> None:
