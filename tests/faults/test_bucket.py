@@ -309,7 +309,14 @@ def test_a_job_in_a_bucket_is_exported(service: Service, s3: S3, tmp_path: Path)
     s3.gets.clear()
     s3.cut_gets = 3  # connections that end under way are no damage, and no end of an export
     report = export_job(service.path(job["job_id"]), tmp_path / "out", FORMATS["speculators"])
-    assert (report.written, report.bad) == (20, 0) and sum(s3.gets.values()) == 23 + 20, "the end counts tokens"
+    assert (report.written, report.bad) == (20, 0) and sum(s3.gets.values()) == 23
+    assert set(s3.ranges.values()) == {4096 + 20 * 5} and len(s3.ranges) == 20, "the end counts tokens: header, ids, masks"
+    packed = run(service, encoding="zstd", reuse=False)
+    s3.gets.clear()
+    report = export_job(service.path(packed["job_id"]), tmp_path / "packed", FORMATS["speculators"])
+    assert report.written == 20 and sum(s3.gets.values()) == 20
+    lists = [(tmp_path / out / "data-00000-of-00001.arrow").read_bytes() for out in ("out", "packed")]
+    assert lists[0] == lists[1]
     s3.away = True
     with pytest.raises(StoreError, match="AccessDenied") as e:
         JobDataset(service.path(job["job_id"]))[3]

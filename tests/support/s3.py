@@ -42,6 +42,7 @@ class S3:
         self.taken: Counter[str] = Counter()  # of them: refused, since an object was there
         self.requests: Counter[str] = Counter()  # by method
         self.gets: Counter[str] = Counter()  # of objects, by key
+        self.ranges: Counter[str] = Counter()  # bytes of them that were asked for in part, by key; not in gets
         self.away = False  # True: nothing is answered but 403
         self.cut_gets = 0  # so many objects are sent by half before the connection ends
         self.honest = True  # False: the condition of a PUT is not passed on
@@ -159,7 +160,9 @@ class S3:
             body = await reply.read()
             self.requests[request.method] += 1
             key = request.path.removeprefix(f"/{BUCKET}/")
-            if request.method == "GET" and not request.query_string:
+            if request.method == "GET" and "Range" in request.headers:
+                self.ranges[key] += len(body)
+            elif request.method == "GET" and not request.query_string:
                 self.gets[key] += 1
                 if self.cut_gets:
                     self.cut_gets -= 1

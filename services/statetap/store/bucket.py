@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import io
 import logging
 import os
 import re
@@ -99,6 +100,43 @@ class _AwayError(OSError):
     """No answer, or one of a service that is not up: to ask again may help."""
 
 
+class _PastEndError(OSError):
+    """A range that begins behind an object's last byte."""
+
+
+class _Ranged(io.RawIOBase):
+    """An object as a file: what is read is fetched, each piece by a request of its own."""
+
+    def __init__(self, samples: BucketSamples, name: str) -> None:
+        self._samples, self._name = samples, name
+        self._at, self._size = 0, -1
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END and self._size < 0:
+            self._size = self._samples.size(self._name)
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        if not size:
+            return b""
+        try:
+            data, self._size = self._samples.part(self._name, self._at, self._at + size if size > 0 else 1 << 62)
+        except _PastEndError:
+            return b""
+        self._at += len(data)
+        return data
+
+
 class BucketSamples:
     """Objects below ``url``, of one job. One whole row is in memory while it is read or written."""
 
@@ -143,7 +181,19 @@ class BucketSamples:
         return self._ask(name, get)
 
     def open(self, name: str) -> pa.NativeFile:
-        return pa.BufferReader(pa.py_buffer(self.map(name)))
+        return pa.PythonFile(_Ranged(self, name), mode="r")
+
+    def part(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
+        """(bytes [start, stop) as far as there are so many, the object's size)."""
+
+        def get() -> tuple[bytes, int]:
+            answer = _client().get_object(Bucket=self._bucket, Key=self._prefix + name, Range=f"bytes={start}-{stop - 1}")
+            return answer["Body"].read(), int(answer["ContentRange"].rpartition("/")[2])
+
+        return self._ask(name, get)
+
+    def size(self, name: str) -> int:
+        return int(self._ask(name, lambda: _client().head_object(Bucket=self._bucket, Key=self._prefix + name))["ContentLength"])
 
     def entries(self, folder: str, keep: Callable[[str], bool]) -> Iterator[Entry]:
         for entry in self._list(f"{folder}/"):
@@ -237,6 +287,8 @@ class BucketSamples:
                 raise FileExistsError(errno.EEXIST, said, place) from e
             if code == _AT_ONCE:
                 raise BlockingIOError(errno.EAGAIN, said, place) from e
+            if status == 416:
+                raise _PastEndError(errno.EINVAL, said, place) from e
             if code in _FULL or status == 507:
                 raise OSError(errno.ENOSPC, said, place) from e
             raise (_AwayError if (status or 0) >= 500 else OSError)(errno.EIO, said, place) from e

@@ -31,12 +31,11 @@ class FileRow(NamedTuple):
 
 
 class SampleFile:
-    """A sample file, open: its uncompressed content as a stream. ``size``: of the file. Raises OSError where it cannot be read."""
+    """A sample file, open: its uncompressed content as a stream. Raises OSError where it cannot be read."""
 
     def __init__(self, samples: Opens, name: str, format: SampleFormat) -> None:
         self._name, self._format = name, format
         self._file = samples.open(name)
-        self.size: int = self._file.size()
         self._stream = pa.CompressedInputStream(self._file, "zstd") if format.encoding == Encoding.ZSTD else self._file
 
     def __enter__(self) -> SampleFile:
@@ -45,6 +44,11 @@ class SampleFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stream.close()
         self._file.close()
+
+    @property
+    def size(self) -> int:
+        """Of the file."""
+        return int(self._file.size())
 
     def read(self, size: int) -> Bytes:
         """The next ``size`` bytes. Raises RowError ``file_corrupt`` when there are fewer."""

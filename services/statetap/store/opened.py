@@ -19,7 +19,7 @@ from .check import Bytes
 from .decode import SampleFile
 from .encode import by_value
 from .fs import store_error
-from .samples import FolderSamples, Reads
+from .samples import FolderSamples, Reads, fetched
 
 _DTYPES = {
     "F32": torch.float32,
@@ -100,7 +100,7 @@ class _Decompressed:
 
     def __init__(self, samples: Reads, name: str, format: SampleFormat) -> None:
         self._format, self._planes = format, dict[str, Any]()
-        with SampleFile(samples, name, format) as f:
+        with SampleFile(fetched(samples, name), name, format) as f:
             _, header = f.head()
             ids, mask, positions = f.row(header)
             self._tokens = len(ids) if positions is None else len(positions)

@@ -37,7 +37,7 @@ class Entry:
 
 class Opens(Protocol):
     def open(self, name: str) -> pa.NativeFile:
-        """To be read from the beginning on; it can be sought in."""
+        """To be read in part: of an object what is read is fetched, by a request each time. See :func:`fetched` for all of it."""
         ...
 
 
@@ -150,6 +150,6 @@ def samples_of(job_dir: Path, spec: JobSpec) -> Samples:
     return BucketSamples(spec.samples)
 
 
-def fetched(samples: SampleStore, name: str) -> Reads:
-    """To open a file more than once: what does not lie on a file system is fetched here, and not again. Raises OSError."""
-    return samples if isinstance(samples, FolderSamples) else Held(samples.map(name), samples.place(name))
+def fetched(samples: Reads, name: str) -> Reads:
+    """To read all of a file, or more than once: what does not lie on a file system is fetched here, and not again. Raises OSError."""
+    return samples if isinstance(samples, (FolderSamples, Held)) else Held(samples.map(name), samples.place(name))
