@@ -145,7 +145,7 @@ class BucketSamples:
         self._bucket, prefix = parse_url(url)
         self._prefix = f"{prefix}/" if prefix else ""
 
-    def put(self, name: str, data: bytes | bytearray) -> bool:
+    def put(self, name: str, data: bytes | bytearray | memoryview) -> bool:
         """Put an object unless one is there: True when ours is the one. False also where our own first try did it and its reply was lost."""
         total = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
 

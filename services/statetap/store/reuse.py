@@ -7,12 +7,16 @@ whatever reason, is prefilled. Links follow the commit's order: link, folder, le
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +35,8 @@ from .ledger import JobLedger, LedgerWriter
 from .plan import read_plan
 from .rows import Row
 from .sample import expected_header, same_but_for_row
-from .samples import FolderSamples, Held, Opens, Samples, SampleStore, fetched, samples_of
+from .samples import FolderSamples, Held, Opens, Samples, SampleStore, samples_of
+from .sink import PUT_BYTES, Gate
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +107,14 @@ def reuse_rows(
     rows: Iterable[Row],
     generations: Mapping[int, int],
     samples: Samples | None = None,
+    *,
+    threads: int = 1,
+    memory: int = PUT_BYTES,
 ) -> list[RowRecord]:
     """Take what can be taken of ``rows`` (open ones of a batch, in order); the records that are in the ledger now.
 
-    Raises StoreError where our own ledger or folder cannot be written.
+    Objects are copied by ``threads``, from ``memory`` bytes (one row may be more). Raises StoreError where our own ledger or folder cannot
+    be written.
     """
     ours = samples or FolderSamples(job_dir)
     opened = [s for s in (_Source.open(store, job_id, format) for job_id in sources if job_id != job_dir.name) if s is not None]
@@ -113,16 +122,16 @@ def reuse_rows(
     taken: list[RowRecord] = []
     if not opened:
         return taken
+    taking = _Taking(sources=opened, ours=ours, format=format, generations=generations, gate=Gate(memory))
     writer = LedgerWriter(job_dir, batch, attempt)
     group: list[RowRecord] = []
     try:
-        for row in rows:
-            record = _take(opened, ours, format, row, generations[row.row])
-            if record is not None:
+        with contextlib.closing(taking.all(rows, threads)) as records:
+            for record in records:
                 group.append(record)
-            if len(group) >= GROUP_ROWS:
-                taken += _commit(ours, writer, group)
-                group = []
+                if len(group) >= GROUP_ROWS:
+                    taken += _commit(ours, writer, group)
+                    group = []
         taken += _commit(ours, writer, group)
     except OSError as e:
         raise store_error(e, f"take over rows of batch {batch}") from e
@@ -138,28 +147,47 @@ def _commit(ours: SampleStore, writer: LedgerWriter, group: list[RowRecord]) -> 
     return group
 
 
-def _take(sources: list[_Source], ours: Samples, format: SampleFormat, row: Row, generation: int) -> RowRecord | None:
-    if row.error_code or not len(row.input_ids):
-        return None
-    key = row_key(row)
-    for source in list(sources):
-        for number in source.candidates(row, key):
-            found = source.done(number)
-            if found is None or found.tokens != len(row.input_ids):
-                continue
-            name = sample(row.row, generation, format.suffix)
+@dataclass(frozen=True, kw_only=True)
+class _Taking:
+    """Thread-safe."""
+
+    sources: list[_Source]
+    ours: Samples
+    format: SampleFormat
+    generations: Mapping[int, int]
+    gate: Gate  # of bytes in memory
+    lock: threading.Lock = field(default_factory=threading.Lock)  # the sources': what they hold is found under it
+
+    def all(self, rows: Iterable[Row], threads: int) -> Generator[RowRecord]:
+        """Of the rows that could be taken, in order. None is under way any more when this ends."""
+        if isinstance(self.ours, FolderSamples):  # a hard link takes less than handing it to a thread
+            yield from filter(None, map(self.take, rows))
+            return
+        under_way: deque[Future[RowRecord | None]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="reuse") as pool:
+            for row in rows:
+                under_way.append(pool.submit(self.take, row))
+                if len(under_way) > threads and (record := under_way.popleft().result()) is not None:
+                    yield record
+            for left in under_way:
+                if (record := left.result()) is not None:
+                    yield record
+
+    def take(self, row: Row) -> RowRecord | None:
+        if row.error_code or not len(row.input_ids):
+            return None
+        for source, number, found in self._candidates(row):
+            generation = self.generations[row.row]
+            name = sample(row.row, generation, self.format.suffix)
             try:
-                held = fetched(source.samples, found.path)
-                if not _is_same(held, format, row, found):
+                if not self._copy(row, source, found, name):
                     continue
-                _copy(source.samples, found.path, held, ours, name)
             except FileExistsError:
                 return None  # linked before, and the ledger's line was lost: resume looks at it
             except OSError as e:
                 if e.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
                     log.info("event=reuse_not_possible job=%s error=%s", source.job_id, e.strerror)
-                    sources.remove(source)
-                    break
+                    self.sources.remove(source)
                 continue  # gone, unreadable, or it has as many links as it can have
             return RowRecord(
                 row=row.row,
@@ -173,25 +201,44 @@ def _take(sources: list[_Source], ours: Samples, format: SampleFormat, row: Row,
                 origin=found.origin or f"{source.job_id}/{number}",
                 at=round(time.time(), 3),
             )
-    return None
+        return None
 
+    def _candidates(self, row: Row) -> Iterator[tuple[_Source, int, RowRecord]]:
+        """(source, its row, that row's record), while the source stays one."""
+        key = row_key(row)
+        for source in list(self.sources):
+            numbers = source.candidates(row, key)
+            while source in self.sources:
+                with self.lock:
+                    if (number := next(numbers, None)) is None:
+                        break
+                    found = source.done(number)
+                if found is not None and found.tokens == len(row.input_ids):
+                    yield source, number, found
 
-def _copy(source: Samples, path: str, held: Opens, ours: Samples, name: str) -> None:
-    """By hard link, or from object to object by way of here: a copy within the service has no condition. Raises FileExistsError, OSError."""
-    if isinstance(ours, FolderSamples) and isinstance(source, FolderSamples):
-        make_dirs((ours.root / name).parent)
-        os.link(source.root / path, ours.root / name)
-    elif isinstance(ours, FolderSamples) or not isinstance(held, Held) or not ours.put(name, held.data.tobytes()):
-        raise FileExistsError(errno.EEXIST, "an object is there", name)
+    def _copy(self, row: Row, source: _Source, found: RowRecord, name: str) -> bool:
+        """By hard link, or from object to object by way of here: a copy within the service has no condition. False where it is not this row.
+
+        Raises FileExistsError, OSError.
+        """
+        if isinstance(self.ours, FolderSamples):
+            if not _is_same(source.samples, self.format, row, found):
+                return False
+            make_dirs((self.ours.root / name).parent)
+            os.link(source.samples.place(found.path), self.ours.root / name)
+            return True
+        with self.gate.held(found.bytes):
+            data = source.samples.map(found.path)
+            # Put again as it came: its sum too is looked at.
+            if xxhash.xxh3_64_hexdigest(data.data) != found.xxh3 or not _is_same(Held(data), self.format, row, found):
+                return False
+            if not self.ours.put(name, data.data):
+                raise FileExistsError(errno.EEXIST, "an object is there", name)
+            return True
 
 
 def _is_same(samples: Opens, format: SampleFormat, row: Row, record: RowRecord) -> bool:
-    """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError.
-
-    Of an object all is here, and is put again as it came: its sum too.
-    """
-    if isinstance(samples, Held) and xxhash.xxh3_64_hexdigest(samples.data.data) != record.xxh3:
-        return False
+    """Whether a file holds this row: its size, its header but for row and source, its ids and its mask. Raises OSError."""
     try:
         with SampleFile(samples, record.path, format) as f:
             if f.size != record.bytes:

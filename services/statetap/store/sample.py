@@ -33,13 +33,12 @@ from .fs import make_dirs, remove, store_error
 from .positions import kept_positions
 from .rows import Row
 from .samples import SampleStore, fetched
-from .sink import FileSink, Gate, MemorySink, Sink
+from .sink import PUT_BYTES, FileSink, Gate, MemorySink, Sink
 
 if TYPE_CHECKING:  # its library is slow to import, and who has no bucket needs it not
     from .bucket import BucketSamples
 
 _HASHED = 8 << 20
-PUT_BYTES = 1 << 30  # of samples in memory on their way into a bucket
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,9 @@ class MemorySink:
         pass
 
 
+PUT_BYTES = 1 << 30  # of samples in memory on their way into a bucket
+
+
 class Gate:
     """Lets in so many bytes at a time, and one that is larger alone."""
 

@@ -114,7 +114,7 @@ class BatchRun:
         drain.listen(lambda: self._stop_from_thread(DRAIN))
         try:
             # In a thread: the lease is refreshed and a stop is heard while files are checked for adoption.
-            opening = partial(open_batch, self._settings.store, self._job_dir, self._spec, self._batch, self._rows, self._lease)
+            opening = partial(open_batch, self._settings, self._job_dir, self._spec, self._batch, self._rows, self._lease)
             resumed = await asyncio.to_thread(opening, self._samples, lambda: bool(self.reason))
             for record in resumed.records.values():
                 self.tally.add(record)
