@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from statetap.engine.parity import Reference, compare_files
 from statetap.engine.tiny import make_tiny
 from tests.support.engine import Engine, free_pair, start_engine, wait_ready
 from tests.support.engine_load import References, load, prompts
+from tests.support.workers import eventually
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
@@ -45,6 +46,15 @@ class Pair:
             assert time.monotonic() < deadline and self.first.process.poll() is None, self.second.log.read_text()[-3000:]
             time.sleep(0.05)
 
+    def left(self, node: int) -> list[psutil.Process]:
+        """Processes of a node that have not ended."""
+        tap, found = str((self.first, self.second)[node].tap), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("STATETAP_ENGINE_TAP") == tap and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
     def failure(self, node: int) -> dict[str, str]:
         return dict(json.loads(((self.first, self.second)[node].tap / FAILED_FILE).read_text()))
 
@@ -54,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@contextmanager
+@contextlib.contextmanager
 def pair(model: Path, logs: Path) -> Iterator[Pair]:
     """An engine of two ranks, one a host; both launchers are started."""
     taps = [Path(tempfile.mkdtemp(prefix="statetap-test-", dir="/dev/shm")) for _ in range(2)]
@@ -134,6 +144,7 @@ def test_a_launcher_that_is_killed_ends_the_other_host_while_it_loads(model: Pat
         gone.process.kill()
         assert left.process.wait(BOUND_S) == 3
         assert f"node {1 - killed} cannot go on: node {killed} is gone" in hosts.failure(1 - killed)["message"]
+        eventually("nothing of either is left", lambda: not hosts.left(0) and not hosts.left(1), BOUND_S)
 
 
 def test_a_host_that_says_nothing_ends_the_other(model: Path, tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """One supervised process of the stack: its log, its restarts with growing pauses, its end.
 
-Invariant: a child dies with the supervisor, even when that is killed (PR_SET_PDEATHSIG), and is ended by its own process id only.
+Invariant: a child dies with the supervisor, even when that is killed (parent.py), and is ended by its own process id only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from ..parent import dies_with_me
+
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 HOPELESS_AFTER = 6
@@ -22,13 +22,16 @@ STEADY_AFTER_S = 60.0  # a process that ran this long starts its pauses anew
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 """Statuses that somebody else gave it: they say nothing about whether it can run, so a job of days is not given up for them."""
 
-_libc = ctypes.CDLL(None)
 
+def _child() -> Callable[[], None]:
+    tie = dies_with_me(signal.SIGTERM)
 
-def _die_with_parent() -> None:
-    # SIGINT stays with the supervisor: a Ctrl-C must stop the stack in order, not all of it at once.
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def begin() -> None:
+        tie()
+        # It stays with the supervisor: a Ctrl-C must stop the stack in order, not all of it at once.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    return begin
 
 
 @dataclass(kw_only=True)
@@ -54,7 +57,7 @@ class Service:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
-                preexec_fn=_die_with_parent,
+                preexec_fn=_child(),
             )
         self.started_at = time.monotonic()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from typing import Any
 from .. import __version__
 from ..contracts.capture import NORM_FILE, READY_FILE
 from ..contracts.errors import EngineError, ErrorCode, StatetapError
+from ..parent import dies_with_me
 from .cpu.backends import attention_backend
 from .draft import resolve_boundaries
 from .failure import FAILED_FILE, write_failure
@@ -42,7 +42,6 @@ POLL_S = 0.2
 SETTLE_S = 3.0  # SGLang of one node fails as soon as another does: so long the reason may take to come from there
 TEMP_PREFIX = "statetap-"
 TEMP_FILE = ".engine-temp"  # in the tap: where this engine's temp folder is
-PR_SET_PDEATHSIG = 1
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -153,7 +152,8 @@ def _supervise(settings: EngineSettings, args: argparse.Namespace, argv_sglang: 
             [sys.executable, "-m", "statetap.engine.server", *argv_sglang],
             env=environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent if args.node_rank == 0 else _be_killed_with_parent,
+            # On further hosts SGLang takes SIGTERM for a word that node 0 will soon say; its ranks die with it by their own such signal.
+            preexec_fn=dies_with_me(signal.SIGTERM if args.node_rank == 0 else signal.SIGKILL),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: _stop(server, args.grace, args.node_rank))
@@ -265,15 +265,6 @@ def _members(group: int) -> list[int]:
         if int(pgrp) == group and state != "Z":
             found.append(int(stat.parent.name))
     return found
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _be_killed_with_parent() -> None:
-    """On further hosts SGLang takes SIGTERM for a word that node 0 will soon say; its ranks die with it by their own such signal."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _remove_segments(temp: Path) -> None:

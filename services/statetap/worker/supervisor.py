@@ -6,7 +6,6 @@ Invariant: a horse never outlives its parent, a SIGTERM reaches the horse too, a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from ..contracts import keys
 from ..contracts.capture import LEASE_FILE
 from ..contracts.errors import EngineError
 from ..contracts.records import EngineInfo
+from ..parent import tie
 from . import drain
 from .context import Context, read_ready
 from .lease import AWAY, connect, give_back, remove_lease_folder
@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 HEALTH_EVERY_S = 5.0
 REGISTER_EVERY_S = keys.ENGINE_TTL_S / 3
 WORKER_TTL_S = 60  # RQ blocks for 15 s less on an empty queue; its default is seven minutes
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork
 
 
 def rq_connection(url: str) -> redis.Redis:
@@ -107,9 +105,8 @@ class BatchWorker(Worker):
             self._term_horse()
 
     def main_work_horse(self, job: Job, queue: Queue) -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.pid:  # the parent died before the line above
-            os._exit(1)
+        assert self.pid is not None  # the parent's
+        tie(self.pid, signal.SIGKILL)
         super().main_work_horse(job, queue)
 
     def setup_work_horse_signals(self) -> None:
