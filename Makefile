@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check unit integration integration-engine integration-services models faults e2e s3 containers chart trainers bench engine-soak figures docs clean engine-old
+.PHONY: help setup demo test check unit integration integration-engine integration-services models faults e2e browser s3 containers chart trainers bench engine-soak figures docs clean engine-old
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,8 +30,9 @@ test: setup check ## Everything that CI runs
 	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
 	@$(MAKE) --no-print-directory integration
 	@STATETAP_MODELS=short $(PY) -m pytest -q tests/models
-	@$(PY) -m pytest -q tests/faults
+	@$(PY) -m pytest -q -n 2 --dist loadfile tests/faults
 	@$(PY) -m pytest -q tests/e2e
+	@$(PY) -m pytest -q tests/browser
 	@$(PY) -m pytest -q tests/chart
 	@$(PY) -m pytest -q tests/containers
 
@@ -64,6 +65,9 @@ faults: setup ## Killed workers, full disks, torn writes: the full form (tens of
 
 e2e: setup ## The whole stack by its command line
 	@$(PY) -m pytest -q tests/e2e
+
+browser: setup ## The page in a real Chromium (Debian's, which root installs where there is none)
+	@$(PY) -m pytest -q tests/browser
 
 s3: setup ## Samples in a bucket of a real service, Ceph's gateway, that is started for it (needs its packages: says which)
 	@$(PY) -m tests.support.ceph

@@ -47,7 +47,8 @@ class Stack:
         self._base = ["docker", "compose", "--env-file", str(self.env_file), "--project-name", self.project, "--profile", "cpu"]
         self.environment = environment
         self.seconds: dict[str, float] = {}
-        self.client = Client(f"http://127.0.0.1:{self.port}")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = Client(self.url)
 
     def __enter__(self) -> Stack:
         try:

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import httpx
 import moto
 import pytest
 
@@ -45,6 +46,8 @@ def test_everything_comes_up_healthy_and_closed(stack: Stack) -> None:
     assert stack.client.ready()
     examined = [json.loads(line) for line in stack.compose("exec", "-T", "coordinator", "statetap", "doctor", "--json").splitlines()]
     assert {"coordinator", "redis", "engine-0", "store promises"} <= {f["subject"] for f in examined}
+    page = httpx.get(f"{stack.url}/", headers={"Accept": "text/html"})
+    assert 'src="page/app.js"' in page.text and httpx.get(f"{stack.url}/page/app.js").is_success, "the wheel has the page's files"
     containers = stack.containers()
     assert len(containers) == 6, containers.keys()  # redis, coordinator, ingest, engine, two workers
     for name, c in containers.items():

@@ -21,7 +21,9 @@ from statetap.coordinator.settings import CoordinatorSettings
 from tests.support.coordinator import Coordinator, make_dataset, register_engine, until
 from tests.support.redis import RedisServer
 
-NEEDS_NO_KEY = {("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session"), ("DELETE", "/v1/session")}
+NEEDS_NO_KEY = {("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session"), ("DELETE", "/v1/session"), ("GET", "/")} | {
+    ("GET", f"/page/{name}") for name in ("api.js", "app.js", "dom.js", "format.js", "job.js", "overview.js", "parts.js", "style.css")
+}
 LINE = b'{"input_ids": [1, 2, 3]}\n'
 
 

@@ -148,7 +148,7 @@ class Stack:
         for service in self.control:
             service.start()
         self.url = self._wait_for_api(port_file)
-        self.say(f"API at {self.url} (logs in {self.state / 'logs'})")
+        self.say(f"page and API at {self.url} (logs in {self.state / 'logs'})")
 
     @property
     def state(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -15,13 +16,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import __version__
 from ..contracts.errors import ErrorCode, StatetapError, StoreError
-from . import docs_page, models
+from . import docs_page, models, page_files
 from .context import Ctx
 from .problems import responses
 
 router = APIRouter()
 
 READY_TIMEOUT_S = 3.0
+_PAGE: dict[int | str, Any] = {200: {"content": {"text/html": {"schema": {"type": "string"}, "example": "<!doctype html>…"}}}}
 _METRICS_EXAMPLE = "# HELP statetap_redis_up 1 when Redis answers.\n# TYPE statetap_redis_up gauge\nstatetap_redis_up 1.0\n"
 
 
@@ -71,9 +73,12 @@ async def docs(request: Request) -> HTMLResponse:
     return HTMLResponse(docs_page.page(request.app.openapi()))
 
 
-@router.get("/", tags=["service"], summary="Links and version", responses=responses())
-async def root() -> models.Root:
-    """Where to go from here."""
+@router.get("/", tags=["service"], summary="Links and version, or the page", response_model=models.Root, responses={**_PAGE, **responses()})
+async def root(request: Request, response: Response) -> models.Root | Response:
+    """Where to go from here. A browser gets the page. Needs no key: it says nothing of what is on the store."""
+    if page_files.wanted(request):
+        return page_files.index(request)
+    response.headers["Vary"] = "Accept"
     links = {
         "datasets": "/v1/datasets",
         "jobs": "/v1/jobs",

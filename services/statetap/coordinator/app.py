@@ -26,6 +26,7 @@ from . import (
     api_system,
     api_uploads,
     openapi,
+    page_files,
     problems,
 )
 from .auth import AuthMiddleware, Guard
@@ -118,5 +119,6 @@ def create_app(settings: CoordinatorSettings) -> FastAPI:
         api_acks, api_datasets, api_delete, api_estimate, api_events, api_jobs, api_retry, api_session, api_system, api_uploads,
     ):  # fmt: skip
         app.include_router(module.router)
+    app.router.routes.extend(page_files.routes())
     openapi.install(app)
     return app

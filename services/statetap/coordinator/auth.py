@@ -30,7 +30,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..contracts.errors import ErrorCode, RequestError, StatetapError
-from . import keyfile
+from . import keyfile, page_files
 from .keyfile import Key, KeyFile
 from .problems import problem
 from .sessions import COOKIE, Sessions
@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 METRICS = "/metrics"
-OPEN = frozenset((m, p) for m, p in (("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session"), ("DELETE", "/v1/session")))
-"""What needs no key: probes, and the login, which checks one itself."""
+OPEN = frozenset((("GET", "/healthz"), ("GET", "/readyz"), ("POST", "/v1/session"), ("DELETE", "/v1/session"), ("GET", "/"))) | {
+    ("GET", path) for path in page_files.PATHS
+}
+"""What needs no key: probes, the login, which checks one itself, and the page, which holds nothing but what it asks the API for."""
 ADMIN = frozenset({"/v1/gc"})
 
 LOOK_S = 1.0  # between two looks at the keys file: so long a revoked key may still pass
