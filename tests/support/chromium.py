@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+PACKAGES = ("chromium", "fonts-liberation")  # a page without a font has no width
 # Without a way out each of these only waits for a refusal.
 QUIET = (
     "--disable-background-networking",
@@ -30,8 +31,9 @@ def program() -> str:
     """Its path. Skips the test where there is none and nobody may install one."""
     if _found() is None and os.geteuid() == 0 and shutil.which("apt-get"):
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"]):
-            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=400)
+        for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+            done = subprocess.run(["apt-get", *command], env=environment, capture_output=True, text=True, timeout=400)
+            assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr[-2000:]}"
     found = _found()
     if found is None:
         pytest.skip(f"none of {', '.join(PROGRAMS)} on the PATH, and not root on Debian, who could install one")
