@@ -20,7 +20,7 @@ from statetap.store import bucket as bucket_module
 from statetap.store.bucket import BucketSamples, parse_url, probe_bucket
 from tests.support.coordinator import PROFILE, Coordinator, FakeWorker, make_dataset, register_engine, until
 from tests.support.redis import RedisServer, redis_client, redis_server
-from tests.support.s3 import BUCKET, S3, s3
+from tests.support.s3 import BUCKET, S3, reads_in_parts, s3
 from tests.support.stack import cli
 
 __all__ = ["redis_client", "redis_server", "s3"]
@@ -36,6 +36,13 @@ def test_the_first_put_of_a_name_wins_and_is_whole(s3: S3) -> None:
     assert not bucket.put("rows_0-2000/data_7.safetensors", b"late")
     assert bucket.map("rows_0-2000/data_7.safetensors").tobytes() == held
     assert list(s3.keys()) == ["train/job-1/rows_0-2000/data_7.safetensors"]
+
+
+def test_of_an_object_what_is_read_is_fetched(s3: S3) -> None:
+    """Seen to fail with all of it, fetched when it is opened."""
+    bucket = BucketSamples(f"{s3.url}/job-1")
+    reads_in_parts(bucket)
+    assert not s3.gets and s3.ranges["train/job-1/a/b"] == 10 + 5 + 5 + 3, "what was asked for, and no byte more"
 
 
 def test_a_put_whose_reply_is_lost_is_there_once_and_not_claimed(s3: S3) -> None:

@@ -20,6 +20,7 @@ from tests.support.ceph import Ceph, version
 from tests.support.figures import print_figure
 from tests.support.jobs import profile, token_rows
 from tests.support.redis import RedisServer, free_port
+from tests.support.s3 import reads_in_parts
 from tests.support.service import ENDED, Service, run, verified
 from tests.support.storm import Storm, assert_each_row_once, completed
 from tests.support.workers import eventually
@@ -49,6 +50,10 @@ def test_the_probe_passes_and_leaves_nothing(ceph: Ceph) -> None:
     bucket = ceph.bucket()
     probe_bucket(f"s3://{bucket}/train")
     assert ceph.keys(bucket) == {}
+
+
+def test_objects_are_read_in_part(ceph: Ceph) -> None:
+    reads_in_parts(BucketSamples(f"s3://{ceph.bucket()}/train/job-1"))
 
 
 def test_of_32_puts_of_a_name_at_once_one_wins_and_is_whole(ceph: Ceph) -> None:

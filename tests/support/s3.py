@@ -25,6 +25,7 @@ import pytest
 from aiohttp import ClientSession, web
 from botocore.config import Config
 
+from statetap.store.bucket import BucketSamples
 from tests.support.redis import RedisServer, free_port
 from tests.support.service import Service
 from tests.support.workers import eventually
@@ -161,7 +162,7 @@ class S3:
             self.requests[request.method] += 1
             key = request.path.removeprefix(f"/{BUCKET}/")
             if request.method == "GET" and "Range" in request.headers:
-                self.ranges[key] += len(body)
+                self.ranges[key] += len(body) if reply.status == 206 else 0
             elif request.method == "GET" and not request.query_string:
                 self.gets[key] += 1
                 if self.cut_gets:
@@ -187,6 +188,24 @@ async def _cut(request: web.Request, body: bytes) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.close()
     return cut
+
+
+def reads_in_parts(bucket: BucketSamples) -> None:
+    """Of an object, and its end; one that is not there, and an empty one."""
+    bucket.put("a/b", bytes(range(100)))
+    with bucket.open("a/b") as f:
+        assert f.read(10) == bytes(range(10)) and f.read(5) == bytes(range(10, 15))
+        f.seek(95)
+        assert f.read(50) == bytes(range(95, 100)) and f.read(1) == b"" and f.size() == 100
+    with bucket.open("a/b") as f:
+        assert f.size() == 100, "though nothing was read"
+        f.seek(97)
+        assert f.read() == bytes(range(97, 100))
+    bucket.put("a/empty", b"")
+    with bucket.open("a/empty") as f:
+        assert f.read(10) == b"" and f.size() == 0
+    with bucket.open("a/none") as f, pytest.raises(FileNotFoundError):
+        f.read(10)
 
 
 @pytest.fixture
