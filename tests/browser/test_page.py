@@ -43,6 +43,7 @@ def test_a_job_is_watched_from_its_submission_to_its_end(service: Service, page:
     expect(page.locator("tr", has_text="ds-1")).to_contain_text("ready")
     job = service.api.submit("ds-1", name="first half")["job_id"]
     expect(row_of(page, job)).to_contain_text("running")
+    expect(page.get_by_text("free on the store, of which running jobs still need")).to_be_visible()
     page.get_by_role("link", name="first half").click()
     expect(page.get_by_role("heading", name="first half")).to_be_focused()
     line = page.get_by_text(SUM)

@@ -60,7 +60,9 @@ def test_counters_count_what_happened_and_jobs_are_labels_only_while_they_work(c
     first = coordinator.submit(dataset)["job_id"]
     before = scrape(coordinator)
     assert before["statetap_job_rows"][first, "open"] == 300
-    assert one(before, "statetap_store_reserved_bytes") == coordinator.job(first)["bytes"]["expected"]
+    store = coordinator.http.get("/v1/store").json()
+    assert one(before, "statetap_store_reserved_bytes") == coordinator.job(first)["bytes"]["expected"] == store["reserved"]
+    assert one(before, "statetap_store_kept_free_bytes") == store["kept_free"] > 0 and store["free"] > 0 and store["samples"] is None
     assert before["statetap_jobs"]["queued",] == 1
     until(lambda: scrape(coordinator)["statetap_queue_batches"].get((PROFILE.profile_id,)), "its batches are queued")
     worker.drain(lambda: coordinator.job(first)["state"].startswith("completed"), fail=[3, 5])
@@ -73,7 +75,7 @@ def test_counters_count_what_happened_and_jobs_are_labels_only_while_they_work(c
         assert one(after, "statetap_committed_bytes_total") == end["bytes"]["committed"]
         assert "statetap_job_rows" not in after
         assert after["statetap_jobs"]["completed_with_errors",] == 1
-        assert one(after, "statetap_store_reserved_bytes") == 0
+        assert one(after, "statetap_store_reserved_bytes") == 0 == coordinator.http.get("/v1/store").json()["reserved"]
     # One that begins and ends between two scrapes counts too.
     second = coordinator.submit(dataset, reuse=False)["job_id"]
     worker.drain(lambda: coordinator.job(second)["state"].startswith("completed"))

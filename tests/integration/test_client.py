@@ -78,7 +78,7 @@ def test_every_method_over_the_life_of_a_job(make: Any, coordinator: Coordinator
     with make(url_of(coordinator)) as client:
         assert client.health().status == client.ready().status == "ok" and client.service().service == "statetap"
         (engine,) = client.engines()
-        assert engine.healthy and engine.profile["boundaries"] == [1, 2, 3]
+        assert engine.healthy and engine.profile["boundaries"] == [1, 2, 3] and client.store().free > client.store().reserved == 0
         assert [d.dataset_id for d in client.datasets()] == [dataset_id]
         assert client.dataset(dataset_id).rejected == 1 and client.wait_for_dataset(dataset_id).state == "ready"
         told = client.estimate(dataset_id, rows=10)
@@ -279,6 +279,7 @@ def test_records_hold_all_that_the_coordinator_sends(coordinator: Coordinator, w
             (f"/v1/jobs/{job_id}/errors", next(client.errors(job_id))),
             (f"/v1/jobs/{job_id}/rows", next(client.rows(job_id))),
             ("/", client.service()),
+            ("/v1/store", client.store()),
         ):
             sent = coordinator.http.get(path).json()
             sent = sent["items"][0] if "items" in sent else sent

@@ -27,6 +27,7 @@ from .records import (
     Rows,
     Service,
     SmallerJob,
+    Store,
     Tokens,
     Upload,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "RowError",
     "Rows",
     "Service",
+    "Store",
     "SmallerJob",
     "Tokens",
     "UnreachableError",

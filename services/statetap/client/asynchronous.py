@@ -18,7 +18,7 @@ from . import calls, flows
 from .connection import arguments, async_pieces, policy_of, settings
 from .flows import Flow, Step
 from .options import DatasetOptions, JobFilter, JobOptions
-from .records import Acked, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service
+from .records import Acked, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service, Store
 from .sync import read_block
 
 T = TypeVar("T")
@@ -153,6 +153,9 @@ class AsyncClient:
 
     async def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:
         return await self._one(flows.send(calls.gc(dry_run=dry_run, older_than_s=older_than_s, states=states), self._policy))
+
+    async def store(self) -> Store:
+        return await self._one(flows.send(calls.store(), self._policy))
 
     async def engines(self) -> list[Engine]:
         return await self._one(flows.send(calls.engines(), self._policy))

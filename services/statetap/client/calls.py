@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
 
 from .options import DatasetOptions, JobFilter, JobOptions
-from .records import Acked, Answer, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service, Upload
+from .records import Acked, Answer, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service, Store, Upload
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Answer)
@@ -182,6 +182,10 @@ def events(job_id: str, last_id: str) -> Call[None]:
 def estimate(dataset_id: str, **options: Any) -> Call[Estimate]:
     body = {"dataset_id": dataset_id, **_given(options)}
     return Call(method="POST", path="/v1/estimate", parse=Estimate.from_dict, json=body, repeatable=True, timeout_s=LONG_TIMEOUT_S)
+
+
+def store() -> Call[Store]:
+    return _get("/v1/store", Store.from_dict)
 
 
 def gc(*, dry_run: bool, older_than_s: float | None, states: Sequence[str] | None) -> Call[Collected]:

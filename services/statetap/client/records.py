@@ -243,6 +243,16 @@ class SmallerJob(Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Store(Answer):
+    """Bytes of the store's file system: free, and of them ``reserved`` for jobs that have not ended and ``kept_free`` always."""
+
+    free: int = 0
+    reserved: int = 0
+    kept_free: int = 0
+    samples: str | None = None  # s3://… where new jobs put their samples; None: on the store
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate(Answer):
     """Bytes of a job against the store's space; an upper bound where not ``exact``. ``hours`` is null until a speed is known."""
 

@@ -14,7 +14,7 @@ from . import calls, flows
 from .connection import arguments, policy_of, settings
 from .flows import Flow, Step
 from .options import DatasetOptions, JobFilter, JobOptions
-from .records import Acked, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service
+from .records import Acked, Collected, Dataset, Deleted, Engine, Estimate, Health, Job, Row, RowError, Service, Store
 
 T = TypeVar("T")
 
@@ -185,6 +185,10 @@ class Client:
     def gc(self, *, dry_run: bool = True, older_than_s: float | None = None, states: Sequence[str] | None = None) -> Collected:
         """What can be deleted (``dry_run``), or delete it."""
         return self._one(flows.send(calls.gc(dry_run=dry_run, older_than_s=older_than_s, states=states), self._policy))
+
+    def store(self) -> Store:
+        """Free bytes of the store, and what of them is spoken for."""
+        return self._one(flows.send(calls.store(), self._policy))
 
     def engines(self) -> list[Engine]:
         """Engines that are alive, and their capture profiles."""

@@ -1,4 +1,4 @@
-"""/v1/estimate"""
+"""/v1/estimate, /v1/store"""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .problems import responses
 from .sizing import Choice, Compressed, Room, Size, alternatives, compressed, measure, room
 from .submit import ready_report
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = APIRouter(prefix="/v1")
 
 
-@router.post("/estimate", operation_id="estimate_job", summary="What a job would need", responses=responses(404, 409, 422))
+@router.post("/estimate", tags=["jobs"], operation_id="estimate_job", summary="What a job would need", responses=responses(404, 409, 422))
 async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
     """Nothing is made. Without a live engine of the profile, one that an earlier job had is taken."""
     await anyio.to_thread.run_sync(ready_report, ctx.catalog, body.dataset_id)
@@ -58,6 +58,14 @@ async def estimate(body: space.EstimateRequest, ctx: Ctx) -> space.Estimate:
         tokens_per_s=speed or None,
         hours=size.tokens / speed / 3600 if speed else None,
     )
+
+
+@router.get("/store", operation_id="get_store", tags=["service"], summary="Space on the store", responses=responses())
+async def store(ctx: Ctx) -> space.Store:
+    """What is free, and what of it is spoken for. Of a bucket nothing is known: jobs whose samples go there need next to nothing here."""
+    reserved = await ctx.status.reserved_bytes()
+    there = await anyio.to_thread.run_sync(room, ctx.catalog, reserved, ctx.settings.min_free_bytes)
+    return space.Store(**vars(there), samples=ctx.settings.samples or None)
 
 
 def _speed(ctx: Context, profile: CaptureProfile) -> float:

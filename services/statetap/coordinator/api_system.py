@@ -84,6 +84,7 @@ async def root(request: Request, response: Response) -> models.Root | Response:
         "jobs": "/v1/jobs",
         "uploads": "/v1/uploads",
         "engines": "/v1/engines",
+        "store": "/v1/store",
         "events": "/v1/events",
         "metrics": "/metrics",
         "health": "/healthz",

@@ -55,6 +55,15 @@ class Estimate(BaseModel):
     hours: float | None = Field(description="By that speed, were it the only job; null when it is not known.")
 
 
+class Store(BaseModel):
+    """Bytes of the file system that the store stands on."""
+
+    free: int = Field(examples=[3_200_000_000_000])
+    reserved: int = Field(description="Of them: what jobs that have not ended still need, at most.", examples=[1_100_000_000_000])
+    kept_free: int = Field(description="Of them: what stays free always; below it jobs pause as `low_disk`.", examples=[1_073_741_824])
+    samples: str | None = Field(description="s3://… where new jobs put their samples; null: on the store.", examples=[None])
+
+
 class Deleted(BaseModel):
     deleted: bool
     dry_run: bool

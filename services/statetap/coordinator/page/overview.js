@@ -16,12 +16,13 @@ export function overview(main, line) {
   ]);
   const noJobs = h("p", { class: "dim", hidden: true }, "No job yet. Submit one: ", h("code", {}, "statetap submit data.jsonl --watch"), ", or by ", h("a", { href: "docs" }, "the API"), ".");
   const more = h("button", { hidden: true }, "Older jobs");
+  const store = h("p", { class: "dim" });
   const engines = table("Engines that answered in the last seconds", [["Engine"], ["State"], ["Model"], ["Boundaries"], ["Workers", "n"], ["SGLang"], ["Profile"]]);
   const noEngines = h("p", { class: "note", hidden: true }, "No engine is live: jobs wait. Start one with statetap up, or look at the engine's log.");
   const datasets = table("Datasets, newest first", [["Dataset"], ["State"], ["Accepted", "n"], ["Rejected", "n"], ["Tokens", "n"], ["Longest", "n"], ["Made"]]);
   const noDatasets = h("p", { class: "dim", hidden: true }, "No dataset yet.");
   main.replaceChildren(
-    h("h1", { tabindex: "-1" }, "Overview"), trouble.element,
+    h("h1", { tabindex: "-1" }, "Overview"), store, trouble.element,
     h("h2", {}, "Jobs"), jobs.element, noJobs, more,
     h("h2", {}, "Engines"), engines.element, noEngines,
     h("h2", {}, "Datasets"), datasets.element, noDatasets,
@@ -75,7 +76,9 @@ export function overview(main, line) {
     poll(SLOW_MS, list, fail),
     watch("v1/events", (job) => { take(job); render(); }, line),
     poll(FAST_MS, async () => {
-      const [live, made] = await Promise.all([ask("v1/engines"), ask("v1/datasets?limit=20")]);
+      const [live, made, space] = await Promise.all([ask("v1/engines"), ask("v1/datasets?limit=20"), ask("v1/store")]);
+      text(store, room(space));
+      store.className = space.free < space.reserved + space.kept_free ? "warn" : "dim";
       engineRows.update(live.items);
       show(noEngines, live.items.length === 0);
       show(engines.element, live.items.length > 0);
@@ -85,6 +88,11 @@ export function overview(main, line) {
     }, fail),
   ];
   return () => ends.forEach((end) => end());
+}
+
+function room(space) {
+  const needed = space.reserved ? `, of which running jobs still need ${bytes(space.reserved)}` : "";
+  return `${space.samples ? `Samples go to ${space.samples}. ` : ""}${bytes(space.free)} free on the store${needed}; below ${bytes(space.kept_free)} jobs pause.`;
 }
 
 function jobRow(first) {
