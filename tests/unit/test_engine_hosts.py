@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from statetap.contracts.errors import EngineError
+from statetap.engine import hosts
 from statetap.engine.flags import server_argv
 from statetap.engine.hosts import ALONE, Head, Link, Member, Nodes
 from tests.support.engine import free_pair
@@ -50,6 +51,30 @@ def engine(count: int, **times: Any) -> Iterator[tuple[Head, list[Member]]]:
         yield zero, members
     finally:
         for link in [zero, *members]:
+            link.close("the test is over", clean=True)
+
+
+def test_an_end_that_is_said_while_a_node_joins_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail with a node that is known to the link after it was told that it has joined: it waited for ``lost_s``."""
+    heads: list[Head] = []
+    send = hosts._send
+
+    def send_slowly(peer: socket.socket, message: dict[str, Any]) -> None:
+        send(peer, message)
+        if "joined" in message:
+            threading.Thread(target=heads[0].close, args=("it was stopped",), kwargs={"clean": True}).start()
+            time.sleep(0.3)  # it has ended within, unless it has to wait for us
+
+    monkeypatch.setattr(hosts, "_send", send_slowly)
+    address = f"127.0.0.1:{free_pair()}"
+    heads.append(Head(Nodes(count=2, address=address), FACTS, timeout_s=10, beat_s=0.05, lost_s=60))
+    member = Member(Nodes(count=2, rank=1, address=address), dict(FACTS), beat_s=0.05, lost_s=60)
+    try:
+        member.join(10)
+        ended = member.wait(5)
+        assert ended is not None and ended.clean and ended.reason == "node 0 has ended: it was stopped"
+    finally:
+        for link in (heads[0], member):
             link.close("the test is over", clean=True)
 
 

@@ -92,6 +92,7 @@ class Link:
         self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._peers: dict[int, socket.socket] = {}
+        self._said: Ended | None = None  # by this node, to those that are there and those that come late
 
     @property
     def ended(self) -> Ended | None:
@@ -104,13 +105,20 @@ class Link:
 
     def close(self, reason: str, *, clean: bool) -> None:
         """Tell the others that this node ends, and why."""
-        self._end(Ended(reason=reason, clean=clean))
+        said = Ended(reason=reason, clean=clean)
+        self._end(said)
+        with self._lock:
+            self._said = self._said or said
+        self._tell(said)
+
+    def _tell(self, said: Ended) -> None:
+        """Each peer hears it once."""
         with self._lock:
             peers = list(self._peers.values())
             self._peers.clear()
         for peer in peers:
             with contextlib.suppress(OSError), peer:
-                _send(peer, {"end": reason, "clean": clean})
+                _send(peer, {"end": said.reason, "clean": said.clean})
                 peer.shutdown(socket.SHUT_RDWR)
 
     def _end(self, ended: Ended) -> None:
@@ -186,7 +194,11 @@ class Head(Link):
             if node in self._peers or not 0 < node < self._nodes.count:
                 raise ValueError(f"there is no place for a node {node}")
             why = differences(self._facts, facts)
-            _send(peer, {"refused": why} if why else {"joined": True})
+            peer.settimeout(self._lost_s)  # before others may close it
+            with self._lock:  # who is told that it has joined is there when this node says its end
+                _send(peer, {"refused": why} if why else {"joined": True})
+                if not why:
+                    self._peers[node] = peer
         except (OSError, ValueError, KeyError, TypeError) as e:
             logger.warning("%s is not let in as a node of this engine: %r", address, e)
             lines.close()
@@ -198,9 +210,8 @@ class Head(Link):
             self._end(Ended(reason=f"node {node} was not started as node 0: {why}", clean=False))
             return
         logger.info("node %d has joined from %s", node, address)
-        peer.settimeout(self._lost_s)
-        with self._lock:
-            self._peers[node] = peer
+        if self._said is not None:
+            self._tell(self._said)
         threading.Thread(target=self._hold, args=(node, peer, lines), name=f"statetap-node-{node}", daemon=True).start()
 
 
