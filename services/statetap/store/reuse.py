@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 HELD_BATCHES = 8  # folded ledgers of the other job that are kept; rows in their old order need one or two
 
 
-@dataclass
+@dataclass(eq=False)
 class _Source:
     """An earlier job, opened to be taken from."""
 

@@ -59,7 +59,8 @@ export function table(label, columns) {
 
 /** A question before what cannot be taken back: true when it is to be done. */
 export function confirmed(question, yes) {
-  const { promise, resolve } = withResolvers();
+  let resolve;
+  const promise = new Promise((done) => { resolve = done; });
   const dialog = h(
     "dialog",
     { "aria-label": yes, onclose: () => { resolve(dialog.returnValue === "yes"); dialog.remove(); } },
@@ -74,12 +75,6 @@ export function confirmed(question, yes) {
   document.body.append(dialog);
   dialog.showModal();
   return promise;
-}
-
-function withResolvers() {
-  let resolve;
-  const promise = new Promise((done) => { resolve = done; });
-  return { promise, resolve };
 }
 
 /** A button that is off while what it does is under way; an error goes to `fail`. */
